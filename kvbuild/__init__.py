@@ -1,0 +1,1 @@
+"""Builds a wheel of patched ONNX Runtime: fetch, patch, configure, compile, pack, test."""

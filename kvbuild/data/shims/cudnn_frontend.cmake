@@ -1,0 +1,5 @@
+cmake_minimum_required(VERSION 3.28)
+project(cudnn_frontend CXX)
+add_library(cudnn_frontend INTERFACE)
+target_include_directories(cudnn_frontend SYSTEM INTERFACE "${CMAKE_CURRENT_SOURCE_DIR}/include")
+target_compile_features(cudnn_frontend INTERFACE cxx_std_17)

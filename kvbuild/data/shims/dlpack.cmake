@@ -1,0 +1,5 @@
+cmake_minimum_required(VERSION 3.28)
+project(dlpack C)
+add_library(dlpack INTERFACE)
+target_include_directories(dlpack SYSTEM INTERFACE "${CMAKE_CURRENT_SOURCE_DIR}/include")
+add_library(dlpack::dlpack ALIAS dlpack)

@@ -1,0 +1,5 @@
+cmake_minimum_required(VERSION 3.28)
+project(eigen CXX)
+add_library(eigen INTERFACE)
+target_include_directories(eigen SYSTEM INTERFACE "${CMAKE_CURRENT_SOURCE_DIR}/cmeel.prefix/include/eigen3")
+add_library(Eigen3::Eigen ALIAS eigen)

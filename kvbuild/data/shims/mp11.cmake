@@ -1,0 +1,6 @@
+cmake_minimum_required(VERSION 3.28)
+project(mp11 CXX)
+add_library(boost_headers INTERFACE)
+target_include_directories(boost_headers SYSTEM INTERFACE "${CMAKE_CURRENT_SOURCE_DIR}/include")
+add_library(Boost::headers ALIAS boost_headers)
+add_library(Boost::mp11 ALIAS boost_headers)

@@ -1,0 +1,1 @@
+"""Tests of GroupQueryAttention in the installed wheel."""
