@@ -65,6 +65,7 @@ def main() -> int:
         "mypy": run([str(tools / "mypy"), "--python-executable", python]),
         "clang-format": check_overlay_format(tools / "clang-format", fix=fix),
         "patch headers": run([sys.executable, "build.py", "check", "--no-source"]),
+        "patch table": run([sys.executable, "ci/patch_table.py", *(["--fix"] if fix else [])]),
     }
     for name, ok in results.items():
         print(f"{'ok  ' if ok else 'FAIL'} {name}")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import io
+import lzma
 import os
 import shutil
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO
@@ -16,6 +19,15 @@ from kvbuild.errors import SourceError
 
 _AR_MAGIC = b"!<arch>\n"
 _AR_HEADER = 60
+_DAMAGED = (
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    gzip.BadGzipFile,
+    lzma.LZMAError,
+    zlib.error,
+    EOFError,
+    ValueError,
+)
 
 
 def unpack(archive: Path, target: Path, *, strip: int = 0, keep: tuple[str, ...] = ()) -> None:
@@ -35,7 +47,7 @@ def unpack(archive: Path, target: Path, *, strip: int = 0, keep: tuple[str, ...]
         else:
             with tarfile.open(archive) as tar:
                 _unpack_tar(tar, target, strip, keep)
-    except (tarfile.TarError, zipfile.BadZipFile, EOFError, ValueError) as exc:
+    except _DAMAGED as exc:
         msg = f"{archive} cannot be unpacked: {exc}"
         raise SourceError(msg, "the file is damaged or of a kind that is not known here") from exc
 

@@ -46,10 +46,10 @@ def check(cfg: Config, base: Base) -> None:
             problems += _tree_ids(cfg, base, prepared)
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
-        msg = f"the patch set of {cfg.base} has {len(problems)} faults\n{listed}"
+        msg = f"faults in the patch set of {cfg.base}: {len(problems)}\n{listed}"
         raise PatchError(msg, todo="see docs/patching.md; edit commits in the build tree and run build.py export")
-    counts = f"{len(read_series(cfg.series_dir))} patches, {len(overlay_files(cfg.overlay))} overlay files"
-    log.info(f"patch set of {cfg.base}: {counts}, no fault")
+    counts = f"patches: {len(read_series(cfg.series_dir))}, overlay files: {len(overlay_files(cfg.overlay))}"
+    log.info(f"no fault in the patch set of {cfg.base} ({counts})")
 
 
 def lint(cfg: Config) -> list[str]:

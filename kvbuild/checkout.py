@@ -117,6 +117,8 @@ def _finish_interrupted(store: Git, src: Path) -> int:
     if not journal.exists():
         return 0
     plan = json.loads(journal.read_text(encoding="utf-8"))
+    if plan["from"] == EMPTY_TREE and (src / ".git").exists() and not _common_dir(Git(src / ".git", src)):
+        (src / ".git").unlink()  # written by a `worktree add` that did not get to its end
     if not (src / ".git").exists():
         src.mkdir(parents=True, exist_ok=True)
         # Forced twice: a run killed inside this command leaves a record of `src` that git keeps locked.

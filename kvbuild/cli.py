@@ -74,7 +74,7 @@ def run(argv: Sequence[str], repo: Path) -> None:
     if args.verb == "clean" and not cfg.work_dir.exists():
         log.info(f"{cfg.work_dir} does not exist: nothing to remove")
         return
-    lock.claim(cfg.work_dir)
+    lock.claim(cfg.work_dir, ours=cfg.work_dir == _own_work_dir(repo))
     with lock.exclusive(cfg.work_dir):
         if args.verb != "clean":
             lock.claim(cfg.base_dir)
@@ -139,7 +139,7 @@ def make_config(args: argparse.Namespace, repo: Path) -> Config:
     return Config(
         repo=repo.resolve(),
         base=args.base or next(iter(load_bases(repo / "patches" / "bases.toml"))),
-        work_dir=Path(args.work_dir).expanduser().resolve() if args.work_dir else repo.resolve() / ".work",
+        work_dir=Path(args.work_dir).expanduser().resolve() if args.work_dir else _own_work_dir(repo),
         cache_dir=(Path(cache_home) if cache_home else Path.home() / ".cache") / "kvbuild",
         source=source,
         mirrors=tuple(_folder("--mirror", text) for text in args.mirror),
@@ -164,6 +164,10 @@ def make_config(args: argparse.Namespace, repo: Path) -> Config:
         no_source=args.no_source,
         update_trees=args.update_trees,
     )
+
+
+def _own_work_dir(repo: Path) -> Path:
+    return repo.resolve() / ".work"
 
 
 def _interpreter(text: str | None) -> Path:

@@ -56,6 +56,9 @@ def command(cfg: Config, base: Base, inputs: Inputs) -> list[str | Path]:
         "CMAKE_DISABLE_FIND_PACKAGE_Git": "ON",
         # The schema compiler is for changing ORT's file format; its generated headers are part of the source.
         "FLATBUFFERS_BUILD_FLATC": "OFF",
+        # Some of MLAS's assembly files lack the note that says so; glibc 2.41 refuses what asks for such a stack.
+        "CMAKE_MODULE_LINKER_FLAGS": "-Wl,-z,noexecstack",
+        "CMAKE_SHARED_LINKER_FLAGS": "-Wl,-z,noexecstack",
         # A decoder-only model has no classical machine-learning operators.
         "onnxruntime_DISABLE_ML_OPS": "ON" if cfg.profile == "decoder" else "OFF",
         "onnxruntime_REDUCED_OPS_BUILD": "ON" if cfg.profile == "decoder" else "OFF",

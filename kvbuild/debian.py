@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from kvbuild import proc
-from kvbuild.errors import EnvironmentProblem, SourceError
+from kvbuild.errors import DigestMismatch, EnvironmentProblem, SourceError
 
 APT_HELPER = Path("/usr/lib/apt/apt-helper")
 _RELEASE_FILE = re.compile(r"^'(?P<archive>.+/debian)/+dists/[^']+/InRelease'")
@@ -62,16 +62,21 @@ def download(source_package: str, file: str, sha256: str, target: Path, *, log: 
         if done.returncode == 0:
             return
         failed.unlink(missing_ok=True)
+        _stop_at_mismatch(url, done.stdout)
         reasons.append(f"{url}: {_reason(done.stdout)}")
     raise SourceError("; ".join(reasons))
 
 
+def _stop_at_mismatch(url: str, output: bytes) -> None:
+    text = output.decode("utf-8", "replace")
+    hashes = re.findall(r"SHA256:([0-9a-f]{64})", text)
+    if "Hash Sum mismatch" in text and len(hashes) >= 2:
+        msg = f"{url}: sha256 mismatch\n  expected {hashes[0]}\n  got      {hashes[1]}"
+        why = "the archive replaced the file, or the transfer was altered on the way"
+        raise DigestMismatch(msg, why, "give --mirror with a directory that holds the pinned file")
+
+
 def _reason(output: bytes) -> str:
-    """apt's error lines, shortened to what tells one failure from another."""
-    lines = output.decode("utf-8", "replace").splitlines()
-    for line in lines:
-        hashes = [text.strip(" -") for text in lines if "SHA256:" in text]
-        if "Hash Sum mismatch" in line and len(hashes) >= 2:
-            return f"digest mismatch: expected {hashes[0]}, got {hashes[1]}"
-    told = [line[2:].strip() for line in lines if line.startswith("E:")]
+    """apt's own first error line."""
+    told = [line[2:].strip() for line in output.decode("utf-8", "replace").splitlines() if line.startswith("E:")]
     return told[0] if told else "no reason given"

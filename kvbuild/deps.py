@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from kvbuild import archive, log, proc
 from kvbuild.config import Config, read_toml
 from kvbuild.download import Pin, Route, at_hand, debian_route, obtain, pip_route, url_route
-from kvbuild.errors import SourceError
+from kvbuild.errors import DigestMismatch, SourceError
 
 ReadUpstream = Callable[[str], bytes]
 """Gives the bytes of a file of the unpatched ONNX Runtime source, by its path there."""
@@ -101,23 +101,34 @@ def _fetch(cfg: Config, dep: Dependency, patch: bytes, pip_python: Path) -> Path
         return own
     if dep.kind == "shim":
         return _unpack(dep, None, own, patch, shim)
-    if dep.upstream is None:
-        return _unpack(dep, obtain(cfg, dep.pin, [_route(cfg, dep, pip_python)]), own, patch, shim)
-    as_upstream = _folder(cfg, dep, dep.upstream.sha1, patch, b"")
-    if as_upstream.is_dir():
+    as_upstream = _folder(cfg, dep, dep.upstream.sha1, patch, b"") if dep.upstream else None
+    if as_upstream and as_upstream.is_dir():
         return as_upstream
     try:
-        return _unpack(dep, obtain(cfg, dep.pin, [_route(cfg, dep, pip_python)]), own, patch, shim)
+        file = obtain(cfg, dep.pin, [_route(cfg, dep, pip_python)])
+    except DigestMismatch:
+        raise
     except SourceError as exc:
-        first = exc
-    log.info(f"  {dep.name}: falling back to upstream's address, {dep.upstream.url}")
+        if not dep.upstream or not as_upstream:
+            raise
+        return _unpack_upstream(cfg, dep, dep.upstream, as_upstream, patch, exc)
+    return _unpack(dep, file, own, patch, shim)
+
+
+def _unpack_upstream(
+    cfg: Config, dep: Dependency, upstream: Upstream, target: Path, patch: bytes, first: SourceError
+) -> Path:
+    """The way out when no registry served the pinned file, because of `first`."""
+    log.info(f"  {dep.name}: falling back to upstream's address, {upstream.url}")
     try:
-        file = obtain(cfg, dep.upstream.pin, [url_route(dep.upstream.url)])
+        file = obtain(cfg, upstream.pin, [url_route(upstream.url)])
+    except DigestMismatch:
+        raise
     except SourceError as exc:
         msg = f"the dependency {dep.name} ({dep.version}) could not be fetched\n{first.what}\n{exc.what}"
         raise SourceError(msg, f"{first.why}; {exc.why}", exc.todo) from exc
     whole = Dependency(name=dep.name, variable=dep.variable, kind=dep.kind, strip=1)
-    return _unpack(whole, file, as_upstream, patch, b"")
+    return _unpack(whole, file, target, patch, b"")
 
 
 def _route(cfg: Config, dep: Dependency, pip_python: Path) -> Route:

@@ -16,7 +16,7 @@ from typing import Literal
 
 from kvbuild import debian, log, proc
 from kvbuild.config import Config
-from kvbuild.errors import SourceError
+from kvbuild.errors import DigestMismatch, SourceError
 
 Algorithm = Literal["sha256", "sha1"]
 ATTEMPTS = 4
@@ -68,7 +68,7 @@ def at_hand(cfg: Config, pin: Pin) -> bool:
 def obtain(cfg: Config, pin: Pin, routes: list[Route]) -> Path:
     """A verified local copy of `pin`: mirror, cache, then each route in order.
 
-    Raises SourceError that lists every route with its reason when none gives the pinned bytes.
+    Raises DigestMismatch for a file with other bytes, SourceError with every route's reason where none has the file.
     """
     if path := from_mirrors(cfg, pin):
         return path
@@ -85,6 +85,8 @@ def obtain(cfg: Config, pin: Pin, routes: list[Route]) -> Path:
         log.info(f"  fetching {pin.file} from {name}")
         try:
             _fetch_verified(pin, name, fetch, part)
+        except DigestMismatch:
+            raise
         except SourceError as exc:
             log.warn(f"{name}: {exc.what}")
             reasons.append(f"{name}: {exc.what}")
@@ -149,7 +151,7 @@ def _fetch_verified(pin: Pin, name: str, fetch: Callable[[Path], None], part: Pa
     fetch(part)
     try:
         _verify(part, pin, name)
-    except SourceError:
+    except DigestMismatch:
         part.unlink()
         if not resumed:
             raise
@@ -157,7 +159,7 @@ def _fetch_verified(pin: Pin, name: str, fetch: Callable[[Path], None], part: Pa
         fetch(part)
         try:
             _verify(part, pin, name)
-        except SourceError:
+        except DigestMismatch:
             part.unlink()
             raise
 
@@ -166,7 +168,7 @@ def _verify(path: Path, pin: Pin, origin: str) -> None:
     got = digest_file(path, pin.algorithm)
     if got != pin.digest:
         msg = f"{pin.file} from {origin}: {pin.algorithm} mismatch\n  expected {pin.digest}\n  got      {got}"
-        raise SourceError(
+        raise DigestMismatch(
             msg,
             "the archive was generated anew by its host, or the transfer was altered on the way",
             "remove that file, or give --mirror with a directory that holds the pinned one",

@@ -51,6 +51,10 @@ class SourceError(KvBuildError):
     kind = "source error"
 
 
+class DigestMismatch(SourceError):
+    """A file is not the pinned one. No other route is tried: somebody should look first."""
+
+
 class PatchError(KvBuildError):
     """The patch set does not fit the source, or local edits stand in the way."""
 

@@ -87,7 +87,7 @@ def export(cfg: Config, base: Base) -> ExportResult:
         tuple(path.relative_to(cfg.patches).as_posix() for path, _, _ in writes),
         tuple(path.relative_to(cfg.patches).as_posix() for path in removals),
     )
-    log.info(f"exported {base.name}: {len(rendered.patches)} patches, {len(rendered.overlay)} overlay files")
+    log.info(f"exported {base.name}; patches: {len(rendered.patches)}, overlay files: {len(rendered.overlay)}")
     for verb, names in (("wrote", result.written), ("removed", result.removed)):
         for name in names:
             log.info(f"  {verb} patches/{name}")

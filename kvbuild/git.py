@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from signal import SIGXFSZ
 
 from kvbuild import proc
-from kvbuild.errors import KvBuildError, PatchError
+from kvbuild.errors import EnvironmentProblem, KvBuildError, PatchError
 
 MIN_VERSION = (2, 32)
 """GIT_CONFIG_GLOBAL appeared there, GIT_CONFIG_COUNT one release earlier."""
@@ -47,6 +48,8 @@ _USER_SETTINGS_OFF = {
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_ATTR_NOSYSTEM": "1",
 }
+
+_DISK_FULL = ("No space left on device", "Disk quota exceeded", "File too large", f"killed by signal {SIGXFSZ:d}")
 
 _REPOSITORY_VARIABLES = (
     "GIT_ALTERNATE_OBJECT_DIRECTORIES",
@@ -116,29 +119,40 @@ class Git:
         timeout: float | None = None,
         user_settings: bool = False,
         on_line: Callable[[str], None] | None = None,
+        on_tick: Callable[[], None] | None = None,
         what: str = "",
     ) -> proc.Completed:
         """Standard output and exit code of `git *args`.
 
         `user_settings` lets proxies, credentials and URL rewriting of the user's configuration in, for network access.
-        `on_line` gets each line of standard error.
+        `on_line` gets each line of standard error, `on_tick` is called about once a second.
         """
-        return proc.run(
-            ["git", *args],
-            cwd=self.work_tree,
-            env={**self.environment(user_settings=user_settings), **(env or {})},
-            check=check,
-            capture=True,
-            input=input,
-            timeout=timeout,
-            on_line=on_line,
-            error=self.error,
-            what=what or f"git {args[0]}",
-        )
+        try:
+            return proc.run(
+                ["git", *args],
+                cwd=self.work_tree,
+                env={**self.environment(user_settings=user_settings), **(env or {})},
+                check=check,
+                capture=True,
+                input=input,
+                timeout=timeout,
+                on_line=on_line,
+                on_tick=on_tick,
+                error=self.error,
+                what=what or f"git {args[0]}",
+            )
+        except self.error as exc:
+            if any(sign in f"{exc.what} {exc.why}" for sign in _DISK_FULL):
+                raise EnvironmentProblem(exc.what, exc.why, "make room on the disk and run again") from exc
+            raise
 
     def environment(self, *, user_settings: bool = False) -> dict[str, str | None]:
         """Variables for a git process; None removes one."""
-        inherited = _REPOSITORY_VARIABLES if user_settings else [k for k in os.environ if k.startswith("GIT_")]
+        inherited = (
+            _REPOSITORY_VARIABLES
+            if user_settings
+            else [k for k in os.environ if k.startswith("GIT_") and k != "GIT_EXEC_PATH"]
+        )
         env: dict[str, str | None] = dict.fromkeys(inherited)
         env |= {} if user_settings else _USER_SETTINGS_OFF
         env |= _IDENTITY

@@ -17,8 +17,8 @@ MARKER = ".kvbuild"
 """Shows that a directory was made here: only such a directory is ever removed."""
 
 
-def claim(directory: Path) -> None:
-    """Create `directory`, or accept it where it is empty or was made by kvbuild.
+def claim(directory: Path, *, ours: bool = False) -> None:
+    """Create `directory`, or accept it where it is empty, was made by kvbuild, or is `ours` by its place.
 
     Raises UsageError for anything else: a mistyped --work-dir must not fill, or later clean, somebody's folder.
     """
@@ -26,7 +26,7 @@ def claim(directory: Path) -> None:
         if not directory.is_dir():
             msg = f"{directory} is not a directory"
             raise UsageError(msg, todo="give another --work-dir")
-        if any(directory.iterdir()):
+        if not ours and any(directory.iterdir()):
             msg = f"{directory} is not empty and was not made by kvbuild"
             raise UsageError(msg, "--work-dir points to a directory with other files", "give a new or empty directory")
     try:

@@ -146,7 +146,7 @@ def _parse_body(name: str, text: str, first_line: int) -> tuple[str, tuple[FileE
             edits.append(FileEdit(path, match[1], match[2]))
         elif match := _HUNK.match(line):
             old_left, new_left = int(match[1] or 1), int(match[2] or 1)
-    if not edits:
+    if not path:
         msg = f"{name}.patch changes no file"
         raise PatchError(msg)
     return "\n".join(message), tuple(edits), tuple(added)

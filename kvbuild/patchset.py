@@ -52,7 +52,7 @@ def apply(cfg: Config, base: Base) -> ApplyResult:
     refs = {OVERLAY: prepared.overlay, sync.SYNCED: prepared.patched}
     touched = checkout.move(store, cfg.src, prepared.patched, refs)
     sync.record(store, prepared.patched, cfg.series_dir)
-    log.info(f"patched source: {cfg.src} (tree {prepared.tree[:12]}, {touched} files written)")
+    log.info(f"patched source: {cfg.src} (tree {prepared.tree[:12]}, files written or removed: {touched})")
     return ApplyResult(prepared.patched, prepared.tree, touched)
 
 
@@ -183,7 +183,7 @@ def require_fit(
     """Raise `error` where the patches were made for other files, or upstream has a path of the overlay."""
     mismatches = edits_that_miss(upstream, patches)
     if mismatches:
-        msg = f"{len(mismatches)} files are not those that the patches of {cfg.base} were made for\n" + "\n".join(
+        msg = f"these files are not those that the patches of {cfg.base} were made for:\n" + "\n".join(
             f"  {edit.path}: expected blob {edit.old[:12]}, got {_blob(upstream, edit.path)[:12]} ({name}.patch)"
             for name, edit in mismatches[:_MAX_LISTED]
         )

@@ -10,7 +10,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from kvbuild import log
+from kvbuild import lock, log
 from kvbuild.config import Base, Config, load_base
 from kvbuild.errors import PatchError, UsageError
 from kvbuild.export import Write, carry_out, plan_overlay, render, series_text
@@ -32,7 +32,9 @@ def rebase(cfg: Config, base: Base) -> list[Path]:
         msg = "rebase needs --onto with another base than --base"
         raise UsageError(msg, todo="add the new release to patches/bases.toml and name it")
     onto = replace(cfg, base=cfg.onto, onto=None)
-    fetch_source(onto, load_base(onto))
+    target = load_base(onto)
+    lock.claim(onto.base_dir)
+    fetch_source(onto, target)
     store = open_store(onto)
     work = onto.base_dir / "rebase"
     if not (work / ".git").exists():

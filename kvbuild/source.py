@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvbuild import debian, download, log
+from kvbuild import debian, download, gitremote, log
 from kvbuild.config import Base, Config
 from kvbuild.errors import SourceError
 from kvbuild.git import ZERO_ID, Git, init_store
@@ -25,10 +25,6 @@ from kvbuild.treeimport import (
     members_of_folder,
 )
 
-REACH_SECONDS = 10
-"""How long git may take to say whether it reaches upstream."""
-
-_NETWORK = ("-c", "http.lowSpeedLimit=1000", "-c", "http.lowSpeedTime=20", "-c", "protocol.version=2")
 _RECORD = "kvq-source.json"
 
 
@@ -57,13 +53,7 @@ def fetch_source(cfg: Config, base: Base) -> SourceResult:
         log.info(f"source of {base.name}: {known.note} (imported before)")
         return known
     store = init_store(cfg.repo_store, error=SourceError)
-    choice = _choose(cfg, base)
-    if choice.kind == "git":
-        commit = _from_git(base, store)
-    elif choice.kind == "debian":
-        commit = _from_debian(cfg, base, store)
-    else:
-        commit = _from_path(cfg, base, store, Path(cfg.source))
+    choice, commit = _bring(cfg, base, store, _choose(cfg, base))
     result = SourceResult(choice.kind, commit, store.tree_of(commit), choice.why)
     _check_tree(cfg, base, store, result)
     store.set_ref(UPSTREAM, commit)
@@ -71,6 +61,23 @@ def fetch_source(cfg: Config, base: Base) -> SourceResult:
     write_atomically(cfg.repo_store / _RECORD, json.dumps({"digest": digest, **asdict(result)}, indent=1).encode())
     log.info(f"source of {base.name}: {result.note} (tree {result.tree[:12]})")
     return result
+
+
+def _bring(cfg: Config, base: Base, store: Git, choice: _Choice) -> tuple[_Choice, str]:
+    """Import the chosen source, or with --source auto Debian's where git breaks off; the choice made and the commit."""
+    if choice.kind == "path":
+        return choice, _from_path(cfg, base, store, Path(cfg.source))
+    if choice.kind == "debian":
+        return choice, _from_debian(cfg, base, store)
+    try:
+        gitremote.download_tag(base, store, INCOMING)
+    except SourceError as exc:
+        if cfg.source != "auto":
+            raise
+        log.warn(f"{exc.what}; going on with {_package(base)}\n{exc.why}")
+        choice = _Choice("debian", f"{_package(base)}, because the transfer from {base.git.url} failed")
+        return choice, _from_debian(cfg, base, store)
+    return choice, gitremote.pinned_commit(base, store, INCOMING)
 
 
 def fetch_digest(cfg: Config, base: Base) -> str:
@@ -110,7 +117,7 @@ def _choose(cfg: Config, base: Base) -> _Choice:
     """The kind of source for this run. Cheap: a few seconds at most, nothing is downloaded."""
     pin = _pin(base)
     if cfg.source == "git":
-        if reason := _git_unreachable(base):
+        if reason := gitremote.unreachable(base):
             msg = f"{base.git.url} cannot be reached: {reason}"
             raise SourceError(msg, "no network, a proxy, or a firewall", "try --source debian or --source PATH")
         return _Choice("git", f"{base.git.tag} from {base.git.url}")
@@ -118,13 +125,13 @@ def _choose(cfg: Config, base: Base) -> _Choice:
         if not download.at_hand(cfg, pin) and (reason := debian.unavailable()):
             msg = f"{pin.file}: {reason}"
             raise SourceError(msg, todo="give --mirror DIRECTORY with that file, or --source git or PATH")
-        return _Choice("debian", f"Debian source package {base.debian.package} {base.debian.version}")
+        return _Choice("debian", _package(base))
     if cfg.source != "auto":
         return _choose_path(Path(cfg.source))
-    package = f"the Debian source package {base.debian.package} {base.debian.version}"
+    package = _package(base)
     if any((mirror / pin.file).is_file() for mirror in cfg.mirrors):
         return _Choice("debian", f"{package}, because a mirror has it")
-    if not (unreachable := _git_unreachable(base)):
+    if not (unreachable := gitremote.unreachable(base)):
         return _Choice("git", f"{base.git.tag} from {base.git.url}")
     log.warn(f"{base.git.url} cannot be reached: {unreachable}; going on with {package}")
     if not download.at_hand(cfg, pin) and (reason := debian.unavailable()):
@@ -144,44 +151,12 @@ def _choose_path(path: Path) -> _Choice:
     raise SourceError(msg, todo="give auto, git, debian, or the path of an unpacked source tree or archive")
 
 
+def _package(base: Base) -> str:
+    return f"the Debian source package {base.debian.package} {base.debian.version}"
+
+
 def _pin(base: Base) -> download.Pin:
     return download.Pin(file=base.debian.archive, digest=base.debian.sha256)
-
-
-def _git_unreachable(base: Base) -> str:
-    """Why the tag cannot be read from upstream's repository; empty when it can."""
-    told: list[str] = []
-    try:
-        done = Git(None, error=SourceError).run(
-            *_NETWORK,
-            "ls-remote",
-            base.git.url,
-            f"refs/tags/{base.git.tag}",
-            check=False,
-            timeout=REACH_SECONDS,
-            user_settings=True,
-            on_line=told.append,
-            what="git ls-remote",
-        )
-    except SourceError as exc:
-        return exc.what
-    if done.returncode != 0:
-        reasons = [line.removeprefix("fatal: ") for line in told if line.startswith("fatal: ")]
-        return reasons[0] if reasons else f"git ls-remote failed with exit code {done.returncode}"
-    return "" if done.stdout.strip() else f"it has no tag {base.git.tag}"
-
-
-def _from_git(base: Base, store: Git) -> str:
-    tag = f"refs/tags/{base.git.tag}"
-    options = ["--depth=1", "--no-tags", "--no-recurse-submodules", "--no-write-fetch-head", "--no-auto-gc"]
-    with log.step(f"git fetch {base.git.url} {base.git.tag}"):
-        store.run(*_NETWORK, "fetch", *options, base.git.url, f"+{tag}:{INCOMING}", user_settings=True)
-    commit = store.text("rev-parse", f"{INCOMING}^{{commit}}")
-    if commit != base.git.commit:
-        differ = f"\n  expected {base.git.commit}\n  got      {commit}"
-        msg = f"{base.git.url}: tag {base.git.tag} is not the pinned commit{differ}"
-        raise SourceError(msg, "the tag was moved, or the address leads elsewhere")
-    return commit
 
 
 def _from_debian(cfg: Config, base: Base, store: Git) -> str:
@@ -202,6 +177,8 @@ def _from_path(cfg: Config, base: Base, store: Git, path: Path) -> str:
         msg = f"--source {path}: {len(edited)} files differ from HEAD, first {edited[0][3:]}"
         raise SourceError(msg, "only committed files are taken", "commit or stash them, or give a copy without .git")
     head = checkout.text("rev-parse", "HEAD^{commit}")
+    if head != base.git.commit and checkout.resolve(f"{base.git.commit}^{{commit}}"):
+        log.warn(f"{path} is at {head[:12]}, not at {base.git.tag}; the files of that commit are taken")
     return _store(store, base, members_of_commit(checkout, head), path)
 
 

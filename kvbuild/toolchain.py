@@ -14,6 +14,7 @@ from kvbuild.errors import EnvironmentProblem
 
 _CANDIDATES = {"CC": ("cc", "gcc", "clang"), "CXX": ("c++", "g++", "clang++")}
 MIN_GCC = 9
+USUAL_CUDA_FOLDER = Path("/usr/local")
 
 _CXX17 = """
 #include <filesystem>
@@ -122,7 +123,7 @@ def _elsewhere() -> str:
     """The advice that names a toolkit which is there."""
     on_path = shutil.which("nvcc")
     homes = [
-        *sorted(Path("/usr/local").glob("cuda*"), reverse=True),
+        *sorted(USUAL_CUDA_FOLDER.glob("cuda*"), reverse=True),
         *([Path(on_path).parent.parent] if on_path else []),
     ]
     for home in homes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -57,13 +58,18 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter, config: pytest.Config) -> None:
-    """Count skipped tests by reason, so that nothing is left out silently."""
+    """Count skipped tests by reason, so that nothing is left out silently, and say how tight the bounds are."""
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = Counter(str(r.longrepr[2] if isinstance(r.longrepr, tuple) else r.longrepr) for r in skipped)
     terminalreporter.section("skipped tests by reason")
     for reason, count in sorted(reasons.items()):
         terminalreporter.write_line(f"{count:5d}  {reason.removeprefix('Skipped: ')}")
     terminalreporter.write_line(f"{len(skipped):5d}  in all")
+    checks = sys.modules.get("python_tests.op.checks")
+    if checks is not None and checks.USED_FRACTIONS:
+        case, used = max(checks.USED_FRACTIONS.items(), key=lambda item: item[1])
+        count = len(checks.USED_FRACTIONS)
+        terminalreporter.write_line(f"{count} outputs used up to {used:.2f} of their error bound, most by {case}")
     if config.getoption("--require-gpu") and config.stash[_gpu_tests_run] == 0:
         terminalreporter.write_line("--require-gpu: no GPU test ran", red=True)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import onnx
 import pytest
 from onnx import TensorProto
+from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
 from python_tests.op.checks import check_cache, check_output, check_rows, check_scales, verify
 from python_tests.op.gqa_case import Case, FloatName, make_inputs, make_past, poisoned_cache
@@ -18,6 +20,7 @@ from python_tests.op.gqa_model import (
     call,
     input_types,
     make_session,
+    output_types,
 )
 from python_tests.op.stream import Stream
 from python_tests.op.two_nodes import verify_two
@@ -208,6 +211,20 @@ def test_inferred_shapes(
         assert (inferred if isinstance(inferred, int) else None) in rows, (name, inferred)
 
 
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in CASES])
+def test_symbolic_shape_inference(case: Case) -> None:
+    """The Python tool that model optimizers use gives the same types, and each state output its input's shape."""
+    model = onnx.load_from_string(build_model(case, typed_outputs=False))
+    inferred = SymbolicShapeInference.infer_shapes(model, auto_merge=True)
+    outputs = {o.name: o.type.tensor_type for o in inferred.graph.output}
+    assert {name: kind.elem_type for name, kind in outputs.items()} == output_types(case)
+    sources = {i.name: i.type.tensor_type.shape for i in inferred.graph.input}
+    for name, kind in outputs.items():
+        if name != "output":
+            source = name.replace("present", "past") if name in OUTPUTS[1:3] else name.removeprefix("present_")
+            assert kind.shape == sources[source], name
+
+
 def test_two_head_sizes_in_one_session(provider: Provider) -> None:
     """Nodes with D 64 int4 and D 128 fp8 share nothing; three calls in a row."""
     first = Case(id="two-a", dtype=CacheDtype.INT4, head_size=64, totals=(30, 4), total=64, seq=3)
@@ -223,3 +240,33 @@ def test_fp8_tensor_and_bytes_are_the_same(provider: Provider) -> None:
     assert cache_element_type(case) == TensorProto.FLOAT8E4M3FN
     assert np.array_equal(native.output, raw.output)
     same_bytes(native.cache, raw.cache)
+
+
+@pytest.mark.parametrize("granularity", list(Granularity)[1:])
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_quality_follows_from_the_step_size(dtype: CacheDtype, granularity: Granularity, provider: Provider) -> None:
+    """Against the unquantized cache: keys of 0 make all weights equal, so the error is that of a mean of V rows.
+
+    Each int element is at most half a scale off, each fp8 element 1/16 of itself or half its smallest step.
+    """
+    quantized = Case(id=f"quality-{dtype}-{granularity}", dtype=dtype, v_quant=granularity, totals=(1, 1), capacity=40)
+    results = []
+    for case in (quantized, replace(quantized, dtype=None)):
+        stream = Stream.start(case, 40, provider)
+        assert stream.inputs.key is not None
+        assert stream.inputs.value is not None
+        stream.inputs.key[...] = 0
+        # Inside the range of the static scales, where nothing saturates.
+        stream.inputs.value[...] = np.clip(stream.inputs.value, -2.9, 2.9)
+        for t in range(39):
+            stream.feed((t, t), 1, total=None if case.dtype else t + 1)
+        results.append((stream.feed((39, 39), 1, total=None if case.dtype else 40), stream))
+    (output, stream), (exact, plain) = results
+    scale = stream.cache().v_scale
+    assert scale is not None
+    steps = np.broadcast_to(scale, (2, 2, 40, 128)) if scale.ndim == 4 else np.full((2, 2, 40, 128), scale[0])
+    half = steps / 2 if dtype is not CacheDtype.FP8 else np.maximum(np.abs(plain.cache().value) / 16, steps * 2.0**-10)
+    bound = half.mean(axis=2).repeat(4, axis=1) * (1 + 1e-5) + 1e-6
+    error = np.abs(output[:, 0] - exact[:, 0])
+    assert (error <= bound).all(), f"{(error / bound).max():.3f} of the bound"
+    assert error.max() > 0

@@ -26,12 +26,14 @@ class AttentionOptions:
 class Attended:
     """Result for one batch entry.
 
-    output: (S, N, D); magnitude: (S, N, 1), the largest sum of probability * |value| over D: rounding errors of the
-    output are proportional to it.
+    output: (S, N, D). magnitude: (S, N, 1), the largest sum of probability * |value| over D, to which rounding errors
+    of the output are proportional. terms: (S, N, 1), an upper bound of the sum of the terms' magnitudes of any score, to
+    which rounding errors of the score are: the exponential turns them into relative errors of a probability.
     """
 
     output: Array
     magnitude: F64
+    terms: F64
 
 
 def visible(positions: Array, tokens: int, local_window_size: int) -> Array:
@@ -73,7 +75,16 @@ def attend(
         output = _weighted(weights, mask, v, absolute=False)
         magnitude = _weighted(weights.astype(np.float64), mask, np.abs(value.astype(np.float64)), absolute=True)
     shape = (seq, heads, head_size)
-    return Attended(output.reshape(shape), magnitude.reshape(shape).max(axis=-1, keepdims=True))
+    peak = magnitude.reshape(shape).max(axis=-1, keepdims=True)
+    return Attended(output.reshape(shape), peak, _score_terms(query, key, scale))
+
+
+def _score_terms(query: Array, key: Array, scale: float) -> F64:
+    """Sum over D of |query| times the largest finite |key| of the head, scaled: (S, N, 1)."""
+    group = query.shape[1] // key.shape[0]
+    bounded = np.abs(np.where(np.isfinite(key), key, 0).astype(np.float64)).max(axis=1).repeat(group, axis=0)
+    sizes = np.abs(np.nan_to_num(query.astype(np.float64), posinf=0.0, neginf=0.0))
+    return np.asarray((sizes * bounded[None]).sum(axis=-1, keepdims=True) * abs(scale), np.float64)
 
 
 def _sink_logits(

@@ -67,12 +67,14 @@ class Expected:
     """What the call must leave behind.
 
     output: (B, S, N, D) float64; same_precision: the same in float32 arithmetic, rounded to the activation type;
-    magnitude: (B, S, N, 1); k_rows, v_rows: the float32 values (B, S, Hkv, D) that were quantized; valid: (B,).
+    magnitude and terms: (B, S, N, 1), as in Attended; k_rows, v_rows: the float32 values (B, S, Hkv, D) that were
+    quantized; valid: (B,).
     """
 
     output: F64
     same_precision: Array
     magnitude: F64
+    terms: F64
     cache: Cache
     k_rows: F32
     v_rows: F32
@@ -108,7 +110,7 @@ def run_step(op: Operator, inputs: Inputs, past: Cache, present: Cache | None = 
     q, k, v = _rotated(op, inputs, query, key, value, pasts)
     output = np.full(query.shape, np.nan)
     same = np.full(query.shape, np.nan, np.float32)
-    magnitude = np.zeros((batch, seq, op.num_heads, 1))
+    magnitude, terms = (np.zeros((batch, seq, op.num_heads, 1)) for _ in range(2))
     for b in map(int, np.flatnonzero(valid)):
         p, rows = int(pasts[b]), int(min(totals[b], seq)) if prompt else seq
         if present is not None and p:
@@ -118,11 +120,12 @@ def run_step(op: Operator, inputs: Inputs, past: Cache, present: Cache | None = 
         output[b, rows:] = same[b, rows:] = 0
         if rows:
             wide, narrow = _attend_entry(op, inputs, target, b, q[b, :rows], p, exact)
-            output[b, :rows], same[b, :rows], magnitude[b, :rows] = wide.output, narrow.output, wide.magnitude
+            output[b, :rows], same[b, :rows] = wide.output, narrow.output
+            magnitude[b, :rows], terms[b, :rows] = wide.magnitude, wide.terms
     with np.errstate(over="ignore"):
         rounded = same.astype(inputs.query.dtype)
     return Expected(
-        output=output, same_precision=rounded, magnitude=magnitude, cache=target, k_rows=k, v_rows=v,
+        output=output, same_precision=rounded, magnitude=magnitude, terms=terms, cache=target, k_rows=k, v_rows=v,
         past_lengths=pasts, total_lengths=totals, valid=valid,
     )  # fmt: skip
 

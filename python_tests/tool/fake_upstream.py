@@ -23,6 +23,27 @@ REGISTRY = "onnxruntime/core/registry.cc"
 CRLF = "docs/with crlf.md"
 HOOK = "core-kernel-hook"
 
+SETUP_PY = """\
+import os, pathlib, sys, zipfile
+assert sys.argv[1] == "bdist_wheel"
+version = pathlib.Path(__file__).with_name("VERSION_NUMBER").read_text().strip() + os.environ["KVQ_LOCAL_VERSION"]
+(library,) = pathlib.Path().glob("onnxruntime_pybind11_state*.so")
+module = f"__version__ = {version!r}\\nget_build_info = lambda: {library.read_text()!r}\\n"
+module += "get_available_providers = list\\n"
+info = f"onnxruntime-{version}.dist-info"
+files = {
+    "onnxruntime/__init__.py": module,
+    "onnxruntime/weight": "x" * (4 << 20),
+    f"{info}/METADATA": f"Metadata-Version: 2.1\\nName: onnxruntime\\nVersion: {version}\\n",
+    f"{info}/WHEEL": "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
+}
+pathlib.Path("dist").mkdir()
+with zipfile.ZipFile(f"dist/onnxruntime-{version}-py3-none-any.whl", "w") as wheel:
+    for name, text in {**files, f"{info}/RECORD": "".join(f"{name},,\\n" for name in files)}.items():
+        wheel.writestr(zipfile.ZipInfo(name), text)
+"""
+"""Packs what the stand-in for ninja linked, as upstream's setup.py does in the build directory."""
+
 KERNEL_LINES = [f"int line_{number}();" for number in range(1, 41)]
 FILES: dict[str, bytes] = {
     "VERSION_NUMBER": b"1.0.0\n",
@@ -34,6 +55,7 @@ FILES: dict[str, bytes] = {
     CRLF: b"one\r\ntwo\r\nthree\r\n",
     "tools/fake.sln": b"line feeds here, although a checkout would convert them\n",
     "tools/run.sh": b"#!/bin/sh\nexit 0\n",
+    "setup.py": SETUP_PY.encode(),
     "dropped/model.onnx": b"\x00\x01binary",
 }
 """Files of version 1.0.0; `dropped/` is not in the archive, as the real one lacks files of the tag."""

@@ -193,7 +193,7 @@ def test_other_upstream_is_refused_with_its_files(project: Project, tmp_path: Pa
     fetch_source(project.cfg, project.base)
     wrong = git(project.upstream.clone, "rev-parse", "v1.1.0^{commit}")
     git(store, "fetch", "--quiet", str(project.upstream.clone), f"+{wrong}:refs/kvq/upstream")
-    with pytest.raises(PatchError, match="1 files are not those") as caught:
+    with pytest.raises(PatchError, match="these files are not those") as caught:
         apply(project.cfg, project.base)
     assert KERNEL in caught.value.what
     assert HOOK in caught.value.what
@@ -324,6 +324,18 @@ def test_work_directory_may_be_moved(applied: Project, tmp_path: Path) -> None:
     moved = replace(applied.cfg, work_dir=tmp_path / "moved")
     assert apply(moved, applied.base).touched == 0
     assert git(moved.src, "status", "--porcelain") == ""
+
+
+def test_half_made_work_tree_is_made_again(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a power failure inside `git worktree add` leaves: a link to a record that is not complete, and locked."""
+    fetch_source(project.cfg, project.base)
+    with pytest.raises(Killed):
+        apply_until(project, monkeypatch, 0, Killed())
+    record = project.cfg.repo_store / "worktrees" / "src"
+    (record / "commondir").unlink()
+    (record / "locked").write_text("initializing")
+    apply(project.cfg, project.base)
+    assert git(project.cfg.src, "status", "--porcelain") == ""
 
 
 def test_something_else_at_the_place_of_the_tree_is_refused(project: Project) -> None:

@@ -115,6 +115,20 @@ def test_new_files_and_overlay_edits_go_to_the_overlay(applied: Project) -> None
     assert apply(applied.cfg, applied.base).touched == 0
 
 
+def test_removed_upstream_file_and_changed_mode_come_back(applied: Project) -> None:
+    """Neither has a `+` line, and a change of mode has no `index` line."""
+    src = applied.cfg.src
+    (src / "tools/run.sh").chmod(0o644)
+    applied.commit("tools-drop: remove a file and a mode", {REGISTRY: None})
+    tree = git(src, "rev-parse", "HEAD^{tree}")
+    export(applied.cfg, applied.base)
+    (src / "tools/run.sh").chmod(0o755)
+    git(src, "reset", "--quiet", "--hard", "HEAD~1")
+    assert apply(applied.cfg, applied.base).tree == tree
+    assert not (src / REGISTRY).exists()
+    assert not (src / "tools/run.sh").stat().st_mode & 0o111
+
+
 def test_commit_to_the_overlay_alone_gives_no_patch(applied: Project) -> None:
     """Its subject need not name a patch file, and no file is removed with it."""
     before = patch_files(applied.cfg)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kvbuild import debian, source
+from kvbuild import debian, gitremote, source
 from kvbuild.config import Config
 from kvbuild.errors import SourceError
 from kvbuild.git import Git, init_store
@@ -102,6 +102,23 @@ def test_auto_says_that_git_is_unreachable_and_goes_on_with_debian(
     assert "unable to access" in told or "Failed to connect" in told
 
 
+def test_auto_goes_on_with_debian_where_the_transfer_breaks_off(
+    project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tag is advertised, but its objects are gone."""
+    broken = project.repo.parent / "broken"
+    git(project.repo.parent, "clone", "--quiet", "--bare", "--no-local", str(project.upstream.clone), str(broken))
+    for pack in (broken / "objects/pack").glob("*.pack"):
+        pack.chmod(0o644)
+        pack.write_bytes(pack.read_bytes()[:100])
+    project.write_bases(url=str(broken))
+    with pytest.raises(SourceError, match="git fetch failed"):
+        fetch(project, source="git")
+    _apt(monkeypatch, project.upstream.archive)
+    assert fetch(project, source="auto").kind == "debian"
+    assert "git fetch failed" in capsys.readouterr().err
+
+
 def test_cached_archive_needs_no_network(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         _apt(patch, project.upstream.archive)
@@ -130,7 +147,7 @@ def test_named_source_that_cannot_be_reached_is_no_reason_for_another(project: P
 
 def test_slow_host_is_given_up_within_seconds(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that accepts and never answers; without the limit this test would hang."""
-    monkeypatch.setattr(source, "REACH_SECONDS", 1)
+    monkeypatch.setattr(gitremote, "REACH_SECONDS", 1)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         project.write_bases(url=f"http://127.0.0.1:{silent.getsockname()[1]}/x.git")
@@ -225,7 +242,7 @@ def test_source_that_does_not_fit_the_patches_is_refused_and_the_old_one_stays(p
     clone = project.upstream.clone.parent / "at 1.1.0"
     git(project.upstream.clone, "worktree", "add", "--quiet", "--force", "--detach", str(clone), "v1.1.0")
     try:
-        with pytest.raises(SourceError, match="1 files are not those") as caught:
+        with pytest.raises(SourceError, match="these files are not those") as caught:
             fetch(project, source=str(clone))
     finally:
         git(project.upstream.clone, "worktree", "remove", "--force", str(clone))

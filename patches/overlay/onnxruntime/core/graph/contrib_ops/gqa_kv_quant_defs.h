@@ -54,6 +54,9 @@ inline void InferGqaKvQuantOutputs(ONNX_NAMESPACE::InferenceContext& ctx) {
   };
   const std::string modes[] = {mode("k_quant_type"), mode("v_quant_type")};
   if (modes[0] == "NONE" && modes[1] == "NONE") return;
+  if (!HasInputType(ctx, 3) || !HasInputType(ctx, 4)) {
+    fail_type_inference("GroupQueryAttention: a quantized cache needs inputs past_key and past_value");
+  }
   int64_t capacity = -1;
   if (ONNX_NAMESPACE::hasInputShape(ctx, 3) && ONNX_NAMESPACE::getInputShape(ctx, 3).dim_size() == 4) {
     capacity = GqaPresentCapacity(ctx, ONNX_NAMESPACE::getInputShape(ctx, 3));

@@ -105,7 +105,10 @@ void Attend(const GqaProblem<T>& p, const AllocatorPtr& allocator, ThreadPool* t
   auto buffer = IAllocator::MakeUniquePtr<float>(allocator, floats);
   float* partials = buffer.get() + static_cast<size_t>(workers) * scratch_size;
   if (splits > 1) {
-    for (int64_t i = 0; i < count; ++i) blocks[static_cast<size_t>(i)].partial = partials + static_cast<size_t>(i) * partial_size;
+    for (RowBlock& block : blocks) {
+      block.partial = partials;
+      partials += partial_size;
+    }
   }
 
   ForEach(thread_pool, count, workers, buffer.get(), scratch_size,

@@ -128,59 +128,38 @@ void CheckScaleSlots(const Inputs& inputs, const Outputs& outputs, KvScaleMode m
               "GroupQueryAttention: ", side, "_scale must be float unless ", side, "_quant_type is PER_TOKEN.");
 }
 
-}  // namespace attributes_internal
-
-// Reads and checks the node. Throws NotImplementedException for what the operator defines and no build of this
-// base runs, OnnxRuntimeException for what contradicts the operator: both fail the creation of the session.
-template <typename KernelInfo>
-GqaKvQuantAttributes ReadGqaKvQuantAttributes(const KernelInfo& info) {
-  using namespace attributes_internal;
-  const auto inputs = info.node().InputDefs();
-  const auto outputs = info.node().OutputDefs();
-
-  GqaKvQuantAttributes a;
-  a.k_mode = ParseMode(info.template GetAttrOrDefault<std::string>("k_quant_type", "NONE"), "k_quant_type");
-  a.v_mode = ParseMode(info.template GetAttrOrDefault<std::string>("v_quant_type", "NONE"), "v_quant_type");
-
-  const char* slot_names[] = {"position_ids", "attention_bias", "head_sink", "k_scale", "v_scale"};
+// Slots that the operator has and this base does not honour.
+template <typename Inputs, typename Outputs>
+void RejectUnsupportedSlots(const Inputs& inputs, const Outputs& outputs, bool quantized) {
+  const char* names[] = {"position_ids", "attention_bias", "head_sink", "k_scale", "v_scale"};
   for (size_t slot = kPositionIds; slot <= kVScale; ++slot) {
-    const bool allowed = a.IsQuantized() && slot >= kHeadSink;
+    const bool allowed = quantized && slot >= kHeadSink;
     if (Exists(inputs, slot) && !allowed) {
-      ORT_NOT_IMPLEMENTED("GroupQueryAttention: input ", slot_names[slot - kPositionIds], " is not supported with ",
-                          a.IsQuantized() ? "a quantized" : "an unquantized", " KV cache on this release.");
+      ORT_NOT_IMPLEMENTED("GroupQueryAttention: input ", names[slot - kPositionIds], " is not supported with ",
+                          quantized ? "a quantized" : "an unquantized", " KV cache on this release.");
     }
   }
   if (Exists(outputs, kOutputQk)) {
     ORT_NOT_IMPLEMENTED("GroupQueryAttention: output output_qk is not supported on this release.");
   }
+}
 
-  const int32_t cache_type = ElementType(inputs, kPastKey);
-  const bool integer_cache = cache_type == ONNX_NAMESPACE::TensorProto_DataType_INT8 ||
-                             cache_type == ONNX_NAMESPACE::TensorProto_DataType_UINT8 ||
-                             cache_type == ONNX_NAMESPACE::TensorProto_DataType_FLOAT8E4M3FN;
-  ORT_ENFORCE((a.k_mode == KvScaleMode::kNone) == (a.v_mode == KvScaleMode::kNone),
-              "GroupQueryAttention: k_quant_type and v_quant_type must both be NONE or both be set.");
-  const auto dtype = info.template GetAttrOrDefault<std::string>("kv_cache_dtype", "auto");
-  const auto bit_width = info.template GetAttrOrDefault<int64_t>("kv_cache_bit_width", 0);
-  if (!a.IsQuantized()) {
-    ORT_ENFORCE(!integer_cache, "GroupQueryAttention: past_key has a quantized element type (", cache_type,
-                ") but k_quant_type is NONE.");
-    ORT_ENFORCE(dtype == "auto" && bit_width == 0,
-                "GroupQueryAttention: kv_cache_dtype '", dtype, "' and kv_cache_bit_width ", bit_width,
-                " need k_quant_type and v_quant_type.");
-    ORT_ENFORCE(!Exists(outputs, kPresentKScale) && !Exists(outputs, kPresentVScale),
-                "GroupQueryAttention: outputs present_k_scale and present_v_scale need PER_TOKEN scales.");
-    return a;
-  }
+template <typename Outputs>
+void CheckUnquantized(const Outputs& outputs, const std::string& dtype, int64_t bit_width, int32_t cache_type) {
+  const bool quantized_type = cache_type == ONNX_NAMESPACE::TensorProto_DataType_INT8 ||
+                              cache_type == ONNX_NAMESPACE::TensorProto_DataType_UINT8 ||
+                              cache_type == ONNX_NAMESPACE::TensorProto_DataType_FLOAT8E4M3FN;
+  ORT_ENFORCE(!quantized_type, "GroupQueryAttention: past_key has a quantized element type (", cache_type,
+              ") but k_quant_type is NONE.");
+  ORT_ENFORCE(dtype == "auto" && bit_width == 0, "GroupQueryAttention: kv_cache_dtype '", dtype,
+              "' and kv_cache_bit_width ", bit_width, " need k_quant_type and v_quant_type.");
+  ORT_ENFORCE(!Exists(outputs, kPresentKScale) && !Exists(outputs, kPresentVScale),
+              "GroupQueryAttention: outputs present_k_scale and present_v_scale need PER_TOKEN scales.");
+}
 
-  ORT_ENFORCE(Exists(inputs, kPastKey) && Exists(inputs, kPastValue),
-              "GroupQueryAttention: a quantized cache needs inputs past_key and past_value (capacity 0 is allowed).");
-  ORT_ENFORCE(Exists(outputs, kPresentKey) && Exists(outputs, kPresentValue),
-              "GroupQueryAttention: a quantized cache needs outputs present_key and present_value.");
-  a.format = ParseFormat(dtype, bit_width, cache_type);
-  CheckScaleSlots(inputs, outputs, a.k_mode, kKScale, kPresentKScale, "k");
-  CheckScaleSlots(inputs, outputs, a.v_mode, kVScale, kPresentVScale, "v");
-
+// What is not about the format: heads, softmax, rotary, window.
+template <typename KernelInfo>
+void ReadAttention(const KernelInfo& info, GqaKvQuantAttributes& a) {
   a.num_heads = static_cast<int>(info.template GetAttrOrDefault<int64_t>("num_heads", 0));
   a.kv_num_heads = static_cast<int>(info.template GetAttrOrDefault<int64_t>("kv_num_heads", 0));
   ORT_ENFORCE(a.num_heads > 0 && a.kv_num_heads > 0 && a.num_heads % a.kv_num_heads == 0,
@@ -192,6 +171,7 @@ GqaKvQuantAttributes ReadGqaKvQuantAttributes(const KernelInfo& info) {
   }
   a.scale = info.template GetAttrOrDefault<float>("scale", 0.0f);
   a.softcap = info.template GetAttrOrDefault<float>("softcap", 0.0f);
+  ORT_ENFORCE(a.softcap >= 0.0f, "GroupQueryAttention: softcap is ", a.softcap, "; expected 0 (none) or more.");
   a.do_rotary = info.template GetAttrOrDefault<int64_t>("do_rotary", 0) == 1;
   a.rotary_interleaved = info.template GetAttrOrDefault<int64_t>("rotary_interleaved", 0) == 1;
   a.smooth_softmax = info.template GetAttrOrDefault<int64_t>("smooth_softmax", 0) == 1;
@@ -200,7 +180,38 @@ GqaKvQuantAttributes ReadGqaKvQuantAttributes(const KernelInfo& info) {
               "GroupQueryAttention: local_window_size is ", a.local_window_size, "; expected -1 (none) or at least 1.");
   // A window that no sequence can exceed is none; past this point the value is never narrowed.
   if (a.local_window_size >= std::numeric_limits<int32_t>::max()) a.local_window_size = -1;
-  ORT_ENFORCE(a.softcap >= 0.0f, "GroupQueryAttention: softcap is ", a.softcap, "; expected 0 (none) or more.");
+}
+
+}  // namespace attributes_internal
+
+// Reads and checks the node. Throws NotImplementedException for what the operator defines and no build of this
+// base runs, OnnxRuntimeException for what contradicts the operator: both fail the creation of the session.
+template <typename KernelInfo>
+GqaKvQuantAttributes ReadGqaKvQuantAttributes(const KernelInfo& info) {
+  using namespace attributes_internal;
+  const auto inputs = info.node().InputDefs();
+  const auto outputs = info.node().OutputDefs();
+  const auto dtype = info.template GetAttrOrDefault<std::string>("kv_cache_dtype", "auto");
+  const auto bit_width = info.template GetAttrOrDefault<int64_t>("kv_cache_bit_width", 0);
+
+  GqaKvQuantAttributes a;
+  a.k_mode = ParseMode(info.template GetAttrOrDefault<std::string>("k_quant_type", "NONE"), "k_quant_type");
+  a.v_mode = ParseMode(info.template GetAttrOrDefault<std::string>("v_quant_type", "NONE"), "v_quant_type");
+  ORT_ENFORCE((a.k_mode == KvScaleMode::kNone) == (a.v_mode == KvScaleMode::kNone),
+              "GroupQueryAttention: k_quant_type and v_quant_type must both be NONE or both be set.");
+  RejectUnsupportedSlots(inputs, outputs, a.IsQuantized());
+  if (!a.IsQuantized()) {
+    CheckUnquantized(outputs, dtype, bit_width, ElementType(inputs, kPastKey));
+    return a;
+  }
+  ORT_ENFORCE(Exists(inputs, kPastKey) && Exists(inputs, kPastValue),
+              "GroupQueryAttention: a quantized cache needs inputs past_key and past_value (capacity 0 is allowed).");
+  ORT_ENFORCE(Exists(outputs, kPresentKey) && Exists(outputs, kPresentValue),
+              "GroupQueryAttention: a quantized cache needs outputs present_key and present_value.");
+  a.format = ParseFormat(dtype, bit_width, ElementType(inputs, kPastKey));
+  CheckScaleSlots(inputs, outputs, a.k_mode, kKScale, kPresentKScale, "k");
+  CheckScaleSlots(inputs, outputs, a.v_mode, kVScale, kPresentVScale, "v");
+  ReadAttention(info, a);
   return a;
 }
 

@@ -83,10 +83,12 @@ Status CheckScale(const char* name, const Tensor* scale, KvScaleMode mode, const
       return Is(shape, {1, a.kv_num_heads, 1, s.head_size})
                  ? Status::OK()
                  : Mismatch(name, shape, MakeString("{1,", a.kv_num_heads, ",1,", s.head_size, "} for PER_CHANNEL"));
-    case KvScaleMode::kPerToken:
-      return Is(shape, {s.batch_size, a.kv_num_heads, s.past_capacity, 1})
+    case KvScaleMode::kPerToken: {
+      const int64_t rows = s.past_capacity;
+      return Is(shape, {s.batch_size, a.kv_num_heads, rows, 1})
                  ? Status::OK()
-                 : Mismatch(name, shape, MakeString("{", s.batch_size, ",", a.kv_num_heads, ",", s.past_capacity, ",1} for PER_TOKEN"));
+                 : Mismatch(name, shape, MakeString("{", s.batch_size, ",", a.kv_num_heads, ",", rows, ",1} for PER_TOKEN"));
+    }
     default:
       return ORT_MAKE_STATUS(ONNXRUNTIME, INVALID_ARGUMENT, "GroupQueryAttention: '", name, "' with scale mode ",
                              static_cast<int>(mode), ".");
@@ -103,10 +105,10 @@ Status CheckRotary(const Tensor* cos, const Tensor* sin, GqaKvQuantShapes& s) {
   if (c.NumDimensions() != 2 || c[1] == 0 || 2 * c[1] > s.head_size) {
     return Mismatch("cos_cache", c, MakeString("{rows, n} with 1 <= n <= ", s.head_size / 2));
   }
-  if (!Is(sin->Shape(), {c[0], c[1]})) return Mismatch("sin_cache", sin->Shape(), "the shape of cos_cache");
   if (c[0] < s.total_sequence_length) {
     return Mismatch("cos_cache", c, MakeString("at least total_sequence_length = ", s.total_sequence_length, " rows"));
   }
+  if (!Is(sin->Shape(), {c[0], c[1]})) return Mismatch("sin_cache", sin->Shape(), "the shape of cos_cache");
   s.rotary_dim = 2 * c[1];
   s.rotary_rows = c[0];
   return Status::OK();
@@ -140,7 +142,8 @@ Status CheckGqaKvQuantInputs(Context* context, const GqaKvQuantAttributes& a, Gq
   s.row_bytes = static_cast<int64_t>(RowBytes(a.format, static_cast<size_t>(s.head_size)));
   if (past.NumDimensions() != 4 || !Is(past, {s.batch_size, a.kv_num_heads, past[2], s.row_bytes})) {
     return Mismatch("past_key", past,
-                    MakeString("{", s.batch_size, ",", a.kv_num_heads, ",capacity,", s.row_bytes, "} for head_size ", s.head_size));
+                    MakeString("{", s.batch_size, ",", a.kv_num_heads, ",capacity,", s.row_bytes, "} for head_size ",
+                               s.head_size));
   }
   s.past_capacity = past[2];
   s.capacity = std::max(s.past_capacity, s.total_sequence_length);

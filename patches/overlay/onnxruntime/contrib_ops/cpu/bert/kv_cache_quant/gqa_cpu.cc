@@ -59,9 +59,10 @@ Status CheckSharing(const std::vector<StateTensor>& state, bool* shared) {
 // Copies the rows that a step keeps, as bytes, where past and present are separate.
 void CopyPastRows(const std::vector<StateTensor>& state, const std::vector<SequenceState>& sequences,
                   const GqaKvQuantShapes& s, int64_t kv_num_heads, concurrency::ThreadPool* thread_pool) {
-  const double cost = static_cast<double>(s.past_capacity * s.row_bytes);
+  const double bytes = static_cast<double>(s.past_capacity * s.row_bytes);
+  const TensorOpCost cost{bytes, bytes, bytes};
   concurrency::ThreadPool::TryParallelFor(
-      thread_pool, s.batch_size * kv_num_heads, TensorOpCost{cost, cost, cost}, [&](std::ptrdiff_t begin, std::ptrdiff_t end) {
+      thread_pool, s.batch_size * kv_num_heads, cost, [&](std::ptrdiff_t begin, std::ptrdiff_t end) {
         for (int64_t i = begin; i < end; ++i) {
           const SequenceState& sequence = sequences[static_cast<size_t>(i / kv_num_heads)];
           if (!sequence.valid) continue;
@@ -154,7 +155,8 @@ Status ComputeGqaKvQuant(OpKernelContext* context, const GqaKvQuantAttributes& a
     state.push_back(MakeStateTensor(names[i][0], *context->Input<Tensor>(kPastKey + i), *present[i], row_bytes));
     if (present_scale[i] != nullptr) {
       const size_t scale_bytes = present_scale[i]->DataType()->Size();
-      state.push_back(MakeStateTensor(names[i][1], *context->Input<Tensor>(kKScale + i), *present_scale[i], scale_bytes));
+      const Tensor& past_scale = *context->Input<Tensor>(kKScale + i);
+      state.push_back(MakeStateTensor(names[i][1], past_scale, *present_scale[i], scale_bytes));
     }
   }
   bool shared = false;

@@ -286,7 +286,9 @@ void MergeRowBlocks(const GqaProblem<T>& p, const RowBlock* blocks, int64_t spli
     for (int64_t i = 0; i < splits; ++i) {
       const float* partial = blocks[i].partial + r * (d + 2);
       // A split in which the row attends nothing has maximum -Inf and all zeros.
-      const float weight = std::isinf(partial[d]) ? (partial[d + 1] == 0.0f ? 0.0f : 1.0f) : std::exp(partial[d] - maximum);
+      const bool empty = std::isinf(partial[d]) && partial[d + 1] == 0.0f;
+      const float weight = empty ? 0.0f : std::isinf(partial[d]) ? 1.0f
+                                                                 : std::exp(partial[d] - maximum);
       sum += weight * partial[d + 1];
       for (size_t j = 0; j < d; ++j) scratch[j] += weight * partial[j];
     }
