@@ -1,4 +1,4 @@
-"""Lint: `python ci/check.py [--fix]`. Formatters, ruff, mypy, clang-format, patch headers. Needs no ONNX Runtime source."""
+"""Lint without ONNX Runtime's source: `python ci/check.py [--fix]` runs ruff, mypy, clang-format and the patch lint."""
 
 from __future__ import annotations
 

@@ -247,7 +247,12 @@ def _parser() -> argparse.ArgumentParser:
     how("-v", dest="verbosity", action="store_const", const=log.VERBOSE, default=log.NORMAL, help="show commands")
     how("-q", dest="verbosity", action="store_const", const=log.QUIET, help="show warnings and results only")
     only = parser.add_argument_group("with one verb").add_argument
-    only("--all", dest="everything", action="store_true", help="test: also the build tool's; clean: also downloads")
+    only(
+        "--all",
+        dest="everything",
+        action="store_true",
+        help="test: also the build tool's; clean: the whole work directory",
+    )
     only("--require-gpu", action="store_true", help="test: fail where no GPU test ran")
     only("--mbox", metavar="FILE", help="export: overlay and patches as one mailbox for git am")
     only("--onto", metavar="BASE", help="rebase: the base to carry the patches to")

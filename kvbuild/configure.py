@@ -18,6 +18,10 @@ GENERATED_OPS = "op_reduction.generated"
 """The folder that ONNX Runtime's operator reduction writes and its CMake files read."""
 
 
+_FLAG_VARIABLES = ("CFLAGS", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS", "CC", "CXX", "CUDAHOSTCXX", "CMAKE_PREFIX_PATH")
+"""Variables of the user's that CMake reads."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
     """What earlier stages hand over."""
@@ -102,6 +106,7 @@ def digest(cfg: Config, base: Base, inputs: Inputs, source_names: str) -> str:
             "command": [str(part) for part in command(cfg, base, inputs)],
             "tools": venv.build_requirements(cfg).read_text(encoding="utf-8"),
             "compilers": compilers(inputs.toolkit),
+            "variables": {name: os.environ.get(name) for name in _FLAG_VARIABLES},
             "names": source_names,
             "operators": _operators(cfg).read_text(encoding="utf-8") if cfg.profile == "decoder" else "",
         }

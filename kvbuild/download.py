@@ -147,21 +147,18 @@ def fetch_url(url: str, part: Path) -> None:
 
 
 def _fetch_verified(pin: Pin, name: str, fetch: Callable[[Path], None], part: Path) -> None:
-    resumed = part.exists()
-    fetch(part)
-    try:
-        _verify(part, pin, name)
-    except DigestMismatch:
-        part.unlink()
-        if not resumed:
-            raise
-        # The start may have come from another server or an older run: once more, from the first byte.
-        fetch(part)
+    while True:
+        resumed = part.exists()
         try:
+            fetch(part)
             _verify(part, pin, name)
         except DigestMismatch:
-            part.unlink()
-            raise
+            part.unlink(missing_ok=True)
+            if not resumed:
+                raise
+            # The start may have come from another server or an older run: once more, from the first byte.
+        else:
+            return
 
 
 def _verify(path: Path, pin: Pin, origin: str) -> None:

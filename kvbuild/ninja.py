@@ -20,9 +20,10 @@ HEARTBEAT_SECONDS = 30.0
 
 _STEP = re.compile(r"\[(\d+)/(\d+)\] (.*)")
 _OUT_OF_MEMORY = re.compile(
-    r"Killed signal terminated program|died due to signal 9|unable to execute command: Killed|^Killed$"
-    r"|code=137\b|virtual memory exhausted|Cannot allocate memory|std::bad_alloc"
+    r"Killed signal terminated program|died due to signal 9|unable to execute command: Killed|^Killed$|: \d+ Killed "
+    r"|code=137\b|out of memory allocating \d+ bytes|: Cannot allocate memory$|instance of 'std::bad_alloc'"
 )
+"""As GCC, nvcc, clang, shells, ninja, and compilers that were refused memory say it."""
 _KILLED = (137, -9)
 """Exit code of a process that the kernel's out-of-memory killer ended, as a shell and as Python report it."""
 
@@ -67,7 +68,8 @@ def build(ninja: Path, build_dir: Path, jobs: int, log_path: Path, env: dict[str
             raise _failure(ninja, build_dir, jobs, log_path, done.returncode, progress.failures or done.stdout.decode())
         if jobs == 1:
             msg = "the compiler was killed for lack of memory although only one job ran"
-            raise BuildError(msg, f"{available_memory() / GIB:.1f} GiB are available", "add memory or swap space")
+            why = f"{available_memory() / GIB:.1f} GiB are available\n{_indented(progress.failures)}".rstrip()
+            raise BuildError(msg, why, f"add memory or swap space; see {log_path}")
         jobs //= 2
         log.warn(f"out of memory: going on with {jobs} job{'s' if jobs > 1 else ''}")
 
@@ -150,10 +152,15 @@ def _command(ninja: Path, build_dir: Path, jobs: int) -> Sequence[str | Path]:
 
 
 def _failure(ninja: Path, build_dir: Path, jobs: int, log_path: Path, code: int, shown: str) -> BuildError:
-    lines = "\n".join(f"  | {line}" for line in shown.splitlines()[: proc.TAIL_LINES])
     msg = f"ninja failed with exit code {code}"
     repeat = proc.repeatable(_command(ninja, build_dir, jobs))
-    return BuildError(msg, f"the first failing steps say\n{lines}", f"see {log_path}; repeat with\n  {repeat}")
+    return BuildError(
+        msg, f"the first failing steps say\n{_indented(shown)}", f"see {log_path}; repeat with\n  {repeat}"
+    )
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  | {line}" for line in text.splitlines()[: proc.TAIL_LINES])
 
 
 def _read(path: Path) -> str:

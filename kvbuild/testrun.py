@@ -61,12 +61,16 @@ def digest(cfg: Config, wheel_sha256: str) -> str:
 
 def run(cfg: Config, built: Path, log_path: Path) -> Counts:
     """Raises TestFailure on a failing test, on a suite that collects nothing, and on missing GPU tests if required."""
+    suites = folders(cfg)
+    if not suites:
+        msg = f"no tests ran: {cfg.repo / 'python_tests'} has none"
+        raise TestFailure(msg, "the checkout of this repository is not complete")
     patched, stock = environments(cfg, built, log_path)
     report = cfg.logs / f"tests-{cfg.variant}.xml"
     report.parent.mkdir(parents=True, exist_ok=True)
     report.unlink(missing_ok=True)
     gpu = ["--require-gpu"] if cfg.require_gpu else []
-    cmd: proc.Command = [patched, "-m", "pytest", "-q", f"--junitxml={report}", *gpu, *folders(cfg)]
+    cmd: proc.Command = [patched, "-m", "pytest", "-q", f"--junitxml={report}", *gpu, *suites]
     env = {**venv.ISOLATED, "KVQ_STOCK_PYTHON": str(stock), "PYTEST_ADDOPTS": None}
     done = proc.run(cmd, cwd=cfg.repo, env=env, log=log_path, check=False, on_line=_show, what="pytest")
     if done.returncode == NO_TESTS_COLLECTED or not report.exists():

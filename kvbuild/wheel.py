@@ -9,6 +9,7 @@ import zipfile
 from dataclasses import dataclass
 from email.parser import HeaderParser
 from pathlib import Path
+from typing import Any
 
 from kvbuild import configure, proc, venv
 from kvbuild.config import Base, Config
@@ -65,6 +66,9 @@ def check(cfg: Config, base: Base, wheel: Path, patchset: str, log_path: Path) -
     if patchset not in info["build_info"]:
         msg = f"the library in {wheel.name} does not name the patch set {patchset}: {info['build_info']}"
         raise BuildError(msg, "it was compiled before the last change of the patch set", "run again with --from build")
+    if cfg.cuda_home and "CUDAExecutionProvider" not in info["providers"]:
+        msg = f"the library in {wheel.name} has no CUDA provider, only {', '.join(info['providers'])}"
+        raise BuildError(msg, "an option after -- turned it off", f"see {log_path}")
     return Wheel(path=wheel, size=size, sha256=digest_file(wheel), build_info=info["build_info"])
 
 
@@ -90,14 +94,14 @@ print(json.dumps(dict(file=ort.__file__, version=ort.__version__, build_info=ort
 """
 
 
-def _import(cfg: Config, wheel: Path, log_path: Path) -> dict[str, str]:
+def _import(cfg: Config, wheel: Path, log_path: Path) -> dict[str, Any]:
     """Import the wheel from a fresh environment. Its CUDA libraries load on demand, so no GPU is needed."""
     with tempfile.TemporaryDirectory(dir=cfg.base_dir, prefix="venv-import-") as folder:
         python = venv.ensure(cfg, Path(folder), [venv.test_requirements(cfg)], log_path, wheels=[wheel])
         done = proc.run(
             [python, "-c", _IMPORT], cwd=Path(folder), env=venv.ISOLATED, capture=True, what="import onnxruntime"
         )
-        info: dict[str, str] = json.loads(done.stdout)
+        info: dict[str, Any] = json.loads(done.stdout)
         if not Path(info["file"]).is_relative_to(Path(folder).resolve()):
             msg = f"import onnxruntime took {info['file']} instead of the wheel"
             raise BuildError(msg, "another ONNX Runtime is visible in fresh environments of this interpreter")

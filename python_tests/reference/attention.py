@@ -27,7 +27,7 @@ class Attended:
     """Result for one batch entry.
 
     output: (S, N, D). magnitude: (S, N, 1), the largest sum of probability * |value| over D, to which rounding errors
-    of the output are proportional. terms: (S, N, 1), an upper bound of the sum of the terms' magnitudes of any score, to
+    of the output are proportional. terms: (S, N, 1), an upper bound of the sum of the magnitudes of a score's terms, to
     which rounding errors of the score are: the exponential turns them into relative errors of a probability.
     """
 

@@ -86,6 +86,21 @@ def test_wrong_start_is_thrown_away_once(cfg: Config, server: Served) -> None:
     assert server.requests == ["bytes=1000-", ""]
 
 
+def test_route_that_verifies_for_itself_starts_over_too(cfg: Config) -> None:
+    """As apt does, which removes the file when its digest is wrong."""
+    part = cached(cfg, PIN).with_name("file.bin.part")
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"x" * 1000)
+
+    def fetch(target: Path) -> None:
+        if target.exists():
+            target.unlink()
+            raise DigestMismatch(target.name)
+        target.write_bytes(BODY)
+
+    assert obtain(cfg, PIN, [("apt", fetch)]).read_bytes() == BODY
+
+
 def test_complete_partial_file_needs_no_body(cfg: Config, server: Served) -> None:
     part = cached(cfg, PIN).with_name("file.bin.part")
     part.parent.mkdir(parents=True)

@@ -86,6 +86,13 @@ def test_out_of_memory_with_one_job_ends(tmp_path: Path) -> None:
     assert calls(tmp_path) == [2, 1]
 
 
+def test_source_text_that_mentions_memory_is_no_kill(tmp_path: Path) -> None:
+    program = fake_ninja(tmp_path, "echo 'FAILED: x.o'; echo '  9 | catch (const std::bad_alloc&) {'; exit 1")
+    with pytest.raises(BuildError, match="ninja failed"):
+        ninja.build(program, tmp_path, 8, tmp_path / "log", {})
+    assert calls(tmp_path) == [8]
+
+
 def test_compile_error_is_not_taken_for_lack_of_memory(tmp_path: Path) -> None:
     noise = "; ".join(f"echo '[{number}/99] other step {number}'" for number in range(60, 90))
     error = "echo '[59/99] Building bad.o'; echo 'FAILED: bad.o'; echo 'bad.cc:1: error: no semicolon'"

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,22 @@ def test_wheel_without_a_library_is_refused(cfg: Config, monkeypatch: pytest.Mon
     path = wheel.pack(cfg, BASE, "", cfg.logs / "wheel.log")
     with pytest.raises(BuildError, match="MiB only"):
         wheel.check(cfg, BASE, path, "", cfg.logs / "wheel.log")
+
+
+@pytest.mark.parametrize("providers", [["CPUExecutionProvider"], ["CUDAExecutionProvider", "CPUExecutionProvider"]])
+def test_wheel_with_cuda_has_its_name_and_provider(
+    cfg: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, providers: list[str]
+) -> None:
+    cuda = replace(cfg, cuda_home=tmp_path)
+    cuda.build_dir.mkdir()
+    monkeypatch.setattr(wheel, "_import", lambda *_args: {"build_info": "", "providers": providers})
+    path = wheel.pack(cuda, BASE, "13.0", cfg.logs / "wheel.log")
+    assert path.name.startswith("onnxruntime_gpu-")
+    if len(providers) > 1:
+        wheel.check(cuda, BASE, path, "", cfg.logs / "wheel.log")
+        return
+    with pytest.raises(BuildError, match="no CUDA provider, only CPUExecutionProvider"):
+        wheel.check(cuda, BASE, path, "", cfg.logs / "wheel.log")
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +175,11 @@ def test_runs_that_do_not_count(cfg: Config, fake_pytest: Path, verdict: str, to
         testrun.run(cfg, Path("x.whl"), cfg.logs / "test.log")
     assert told in caught.value.what
     assert caught.value.exit_code == 7
+
+
+def test_checkout_without_tests_is_a_failure(cfg: Config, tmp_path: Path, fake_pytest: Path) -> None:
+    with pytest.raises(TestFailure, match="no tests ran"):
+        testrun.run(replace(cfg, repo=tmp_path), Path("x.whl"), cfg.logs / "test.log")
 
 
 def test_old_report_is_not_taken_for_a_new_one(cfg: Config, fake_pytest: Path) -> None:

@@ -87,7 +87,8 @@ Status CheckScale(const char* name, const Tensor* scale, KvScaleMode mode, const
       const int64_t rows = s.past_capacity;
       return Is(shape, {s.batch_size, a.kv_num_heads, rows, 1})
                  ? Status::OK()
-                 : Mismatch(name, shape, MakeString("{", s.batch_size, ",", a.kv_num_heads, ",", rows, ",1} for PER_TOKEN"));
+                 : Mismatch(name, shape,
+                            MakeString("{", s.batch_size, ",", a.kv_num_heads, ",", rows, ",1} for PER_TOKEN"));
     }
     default:
       return ORT_MAKE_STATUS(ONNXRUNTIME, INVALID_ARGUMENT, "GroupQueryAttention: '", name, "' with scale mode ",
