@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -43,6 +44,7 @@ def move(store: Git, src: Path, target: str, refs: Mapping[str, str]) -> int:
     if not saved:
         msg = f"{src} has commits that are not in patches/ yet"
         raise PatchError(msg, "they would be dropped", "run `build.py export` first")
+    _pending(src, store.changes(head, target))  # before there is a plan: a refusal must leave nothing to finish
     _plan(store, head, target, refs)
     return touched + _finish_interrupted(store, src)
 
@@ -92,23 +94,22 @@ def _admin(tree: Git) -> Path:
 
 def refuse_local_edits(tree: Git) -> None:
     """PatchError where tracked files were changed without a commit, or a rebase and the like is under way."""
+    admin = _admin(tree)
     for name in _IN_PROGRESS:
-        if (_admin(tree) / name).exists():
+        if (admin / name).exists():
             msg = f"{tree.work_tree}: a {name.split('_')[0].split('-')[0].lower()} is in progress"
             raise PatchError(msg, todo="finish or abort it, then run again")
     edited = [row[3:] for row in tree.fields("status", "--porcelain", "-z", "--no-renames", "--untracked-files=no")]
     if edited:
-        raise _local_edits(tree.work_tree, edited)
+        msg = f"{tree.work_tree} has edits that were not committed:\n{_listed(edited)}"
+        at = f"git -C {shlex.quote(str(tree.work_tree))}"
+        todo = f"keep them: `{at} commit -a` and then `build.py export`; or set them aside: `{at} stash`"
+        raise PatchError(msg, "they would be overwritten", todo)
 
 
-def _local_edits(src: Path | None, paths: list[str]) -> PatchError:
-    shown = "\n".join(f"  {path}" for path in paths[:_MAX_LISTED])
-    more = f"\n  and {len(paths) - _MAX_LISTED} more" if len(paths) > _MAX_LISTED else ""
-    return PatchError(
-        f"{src} has edits that were not committed:\n{shown}{more}",
-        "they would be overwritten",
-        f"keep them: `git -C {src} commit -a` and then `build.py export`; or set them aside: `git -C {src} stash`",
-    )
+def _listed(paths: list[str]) -> str:
+    more = [f"and {len(paths) - _MAX_LISTED} more"] if len(paths) > _MAX_LISTED else []
+    return "\n".join(f"  {line}" for line in [*paths[:_MAX_LISTED], *more])
 
 
 def _finish_interrupted(store: Git, src: Path) -> int:
@@ -121,6 +122,7 @@ def _finish_interrupted(store: Git, src: Path) -> int:
         (src / ".git").unlink()  # written by a `worktree add` that did not get to its end
     if not (src / ".git").exists():
         src.mkdir(parents=True, exist_ok=True)
+        plan["from"] = EMPTY_TREE  # whatever was written before, it is gone
         # Forced twice: a run killed inside this command leaves a record of `src` that git keeps locked.
         store.run("worktree", "add", "--quiet", "--no-checkout", "--detach", "--force", "--force", src, plan["to"])
     tree = open_tree(store, src)
@@ -155,7 +157,8 @@ def _pending(src: Path, changes: Iterable[Change]) -> list[Change]:
         else:
             foreign.append(change.path)
     if foreign:
-        raise _local_edits(src, foreign)
+        msg = f"{src} has files of yours where others have to be written:\n{_listed(foreign)}"
+        raise PatchError(msg, "they would be overwritten", "move them to another place and run again")
     return pending
 
 
@@ -177,7 +180,10 @@ def _blob_id(data: bytes) -> str:
 def _remove(src: Path, paths: list[str]) -> None:
     for rel in paths:
         path = src / rel
-        path.unlink(missing_ok=True)
+        if not path.is_dir() or path.is_symlink():
+            path.unlink(missing_ok=True)
+        elif not any(path.iterdir()):  # a submodule that nobody filled
+            path.rmdir()
         for folder in path.parents:
             if folder == src or any(folder.iterdir()):
                 break

@@ -33,6 +33,7 @@ _ONLY_WITH = {
     "dry_run": (ALL, *STAGES),
 }
 """Options that mean something with these verbs alone."""
+_OPTION_NAMES = {"everything": "--all", "first": "--from", "last": "--until"}
 
 
 def main(argv: Sequence[str], repo: Path) -> int:
@@ -77,7 +78,8 @@ def run(argv: Sequence[str], repo: Path) -> None:
     lock.claim(cfg.work_dir, ours=cfg.work_dir == _own_work_dir(repo))
     with lock.exclusive(cfg.work_dir):
         if args.verb != "clean":
-            lock.claim(cfg.base_dir)
+            for name in filter(None, (cfg.base, cfg.onto)):
+                lock.claim(cfg.work_dir / name)
         _dispatch(args.verb, cfg, base)
 
 
@@ -109,7 +111,7 @@ def _build(cfg: Config, base: Base) -> None:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Raises UsageError; `--help` prints and exits as usual."""
-    own, _, cmake = _split(argv)
+    own, cmake = _split(argv)
     args = _parser().parse_args(own)
     args.cmake_args = tuple(cmake)
     for name, verbs in _ONLY_WITH.items():
@@ -124,9 +126,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         msg = f"--from {args.first} comes after --until {args.last}"
         raise UsageError(msg, todo=f"the order is {', '.join(STAGES)}")
     return args
-
-
-_OPTION_NAMES = {"everything": "--all", "first": "--from", "last": "--until"}
 
 
 def make_config(args: argparse.Namespace, repo: Path) -> Config:
@@ -197,13 +196,10 @@ def _folder(option: str, text: str) -> Path:
     return path
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], bool, list[str]]:
-    """Own arguments, whether there was a `--`, and what follows it."""
-    rest = list(argv)
-    if "--" not in rest:
-        return rest, False, []
-    at = rest.index("--")
-    return rest[:at], True, rest[at + 1 :]
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Own arguments, and what follows `--`."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    return list(argv[:at]), list(argv[at + 1 :])
 
 
 class _Parser(argparse.ArgumentParser):

@@ -72,7 +72,7 @@ def export(cfg: Config, base: Base) -> ExportResult:
         raise PatchError(msg, "there is no build tree to export from", "run build.py apply")
     tree = checkout.open_tree(store, cfg.src)
     checkout.refuse_local_edits(tree)
-    _refuse_untracked(store, tree)
+    _refuse_untracked(tree)
     head = tree.text("rev-parse", "HEAD")
     upstream = store.resolve(UPSTREAM) or ""
     rendered = render(store, upstream, store.resolve(OVERLAY) or "", head)
@@ -165,11 +165,11 @@ def series_text(old: str, names: Sequence[str]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _refuse_untracked(store: Git, tree: Git) -> None:
+def _refuse_untracked(tree: Git) -> None:
     found = [row[3:] for row in tree.fields("status", "--porcelain", "-z", "--untracked-files=all") if row[:2] == "??"]
     if found:
         msg = f"{tree.work_tree} has files that git does not know:\n" + "\n".join(f"  {path}" for path in found[:20])
-        todo = f"commit them (`git add`, `git commit`), remove them, or list them in {store.git_dir}/info/exclude"
+        todo = "commit them (`git add`, `git commit`) or remove them"
         raise PatchError(msg, "an export would leave them behind", todo)
 
 

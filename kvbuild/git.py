@@ -272,6 +272,8 @@ def init_store(git_dir: Path, *, error: type[KvBuildError] = PatchError) -> Git:
     info = git_dir / "info"
     info.mkdir(exist_ok=True)
     (info / "attributes").write_text("* -text -filter -ident -working-tree-encoding !eol !diff !merge\n")
+    # An archive may lack upstream's .gitignore, and the build runs Python scripts of the tree.
+    (info / "exclude").write_text("__pycache__/\n*.pyc\n")
     for stale in [git_dir / "shallow.lock", *git_dir.glob("refs/kvq/**/*.lock")]:
         stale.unlink(missing_ok=True)  # left by a run that was killed; nobody else writes these
     return git

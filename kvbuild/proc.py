@@ -64,8 +64,8 @@ def run(
     EnvironmentProblem where the program does not exist.
     """
     with _Child([str(part) for part in cmd], cwd, log, what) as child:
-        child.start(env, capture, input)
         try:
+            child.start(env, capture, input)
             child.pump(on_line, on_tick, timeout, error)
         except BaseException:
             # Also on Ctrl-C: the group is in a session of its own, so the terminal did not signal it.
@@ -103,6 +103,7 @@ class _Child:
         self.log_path = log_path
         self.what = what or Path(cmd[0]).name
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.process: subprocess.Popen[bytes] | None = None
         self._files = ExitStack()
         self._partial = b""
         self._stdout: IO[bytes] | None = None
@@ -160,18 +161,19 @@ class _Child:
         error: type[KvBuildError],
     ) -> None:
         """Read until the process has ended. A daemon that it leaves behind may keep the pipe open."""
-        stream = self._pipe
-        assert stream is not None
+        process, stream = self.process, self._pipe
+        assert process
+        assert stream
         deadline = None if timeout is None else time.monotonic() + timeout
         last_tick = time.monotonic()
         with selectors.DefaultSelector() as selector:
             selector.register(stream, selectors.EVENT_READ)
             at_end = False
-            while not at_end or self.process.poll() is None:
-                ended = self.process.poll() is not None
+            while not at_end or process.poll() is None:
+                ended = process.poll() is not None
                 if at_end:
                     with suppress(subprocess.TimeoutExpired):
-                        self.process.wait(0.2)
+                        process.wait(0.2)
                 elif selector.select(0 if ended else 0.5):
                     data = os.read(stream.fileno(), 1 << 16)
                     at_end = not data
@@ -200,6 +202,8 @@ class _Child:
 
     def end(self) -> None:
         """SIGTERM first: ninja and pip then end their own children, which may sit in other groups."""
+        if not self.process:
+            return
         for signum in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signum)
@@ -207,6 +211,7 @@ class _Child:
                 self.process.wait(GRACE_SECONDS)
 
     def completed(self) -> Completed:
+        assert self.process
         stdout = "\n".join(self.tail).encode()
         if self._stdout:
             self._stdout.seek(0)

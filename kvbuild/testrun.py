@@ -41,8 +41,8 @@ def environments(cfg: Config, built: Path, log_path: Path) -> tuple[Path, Path]:
 
 
 def folders(cfg: Config) -> list[Path]:
-    """The suites that run: those of the operator, and with --all those of the build tool."""
-    names = ["reference", "op", *(["kernel", "tool"] if cfg.all_tests else [])]
+    """The suites that run: those of the operator, and with --all those of the tools around it."""
+    names = ["reference", "mlas", "op", *(["kernel", "bench", "tool"] if cfg.all_tests else [])]
     return [path for name in names if (path := cfg.repo / "python_tests" / name).is_dir()]
 
 

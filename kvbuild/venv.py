@@ -58,7 +58,10 @@ class PythonInfo:
 
 def probe(python: Path) -> PythonInfo:
     """What the interpreter says of itself. Raises EnvironmentProblem where it does not run."""
-    done = proc.run([python, "-c", _PROBE], capture=True, timeout=60, error=EnvironmentProblem, what=str(python))
+    try:
+        done = proc.run([python, "-c", _PROBE], capture=True, timeout=60, error=EnvironmentProblem, what=str(python))
+    except EnvironmentProblem as exc:
+        raise EnvironmentProblem(exc.what, exc.why, "give another interpreter with --python") from exc
     return PythonInfo(**json.loads(done.stdout))
 
 

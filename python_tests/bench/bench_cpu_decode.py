@@ -25,13 +25,11 @@ from typing import Any
 import numpy as np
 
 from python_tests.bench.cpu_bars import bar_lines, find_bars
-from python_tests.bench.cpu_case import HEAD_SIZE, HEADS, KV_HEADS, PEER_SETUPS, SETUPS, Setup, tensors
+from python_tests.bench.cpu_case import HEAD_SIZE, HEADS, KV_HEADS, PEER_SETUPS, SETUPS, Setup
+from python_tests.bench.cpu_expected import expected_output
 from python_tests.bench.cpu_model import build
-from python_tests.reference.format import CacheDtype, Granularity
-from python_tests.reference.step import Cache, Inputs, Operator, run_step
 
 ROOT = Path(__file__).parents[2]
-FORMATS = {"int8": CacheDtype.INT8, "fp8": CacheDtype.FP8, "int4": CacheDtype.INT4}
 # Largest error in units of the largest output value.
 TOLERANCE = {"fp32": 1e-4, "fp16": 4e-3}
 
@@ -90,22 +88,6 @@ class Row:
         return float(np.percentile(self.ms, q))
 
 
-def expected_output(setup: Setup, tokens: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """The reference's output (1, 1, N, D) for the tensors that the workers make."""
-    arrays = tensors(setup, tokens)
-    mode = Granularity(setup.mode or "NONE")
-    operator = Operator(
-        num_heads=HEADS, kv_num_heads=KV_HEADS, head_size=HEAD_SIZE, dtype=FORMATS.get(setup.cache), k_quant=mode,
-        v_quant=mode,
-    )  # fmt: skip
-    inputs = Inputs(
-        query=arrays["query"], key=arrays["key"], value=arrays["value"], seqlens_k=arrays["seqlens_k"],
-        total_sequence_length=tokens,
-    )  # fmt: skip
-    past = Cache(arrays["past_key"], arrays["past_value"], arrays.get("k_scale"), arrays.get("v_scale"))
-    return run_step(operator, inputs, past).output
-
-
 def load_rows(workers: list[Worker], tokens: int, folder: Path, only: str) -> list[Row]:
     """Load every setup of one length in every wheel that can run it."""
     rows = []
@@ -135,7 +117,7 @@ def check_rows(workers: list[Worker], rows: list[Row], folder: Path) -> None:
         workers[row.wheel].ask(measure=row.key, runs=1)
         path = folder / "output.npy"
         workers[row.wheel].ask(save=row.key, path=str(path))
-        wanted = outputs[row.key].ravel()
+        wanted = outputs[row.key]
         row.error = float(np.max(np.abs(np.load(path).ravel() - wanted)) / np.max(np.abs(wanted)))
         if not row.error <= TOLERANCE[row.setup.activation]:
             msg = f"{row.version} {row.setup.label} at {row.tokens} tokens: relative error {row.error:.2e}"
@@ -167,12 +149,15 @@ def describe(arguments: argparse.Namespace) -> list[str]:
     ]
 
 
+HEADER = [
+    "| tokens | wheel | cache | median ms | p10 | p90 | GB/s | MB read | error |",
+    "|---:|---|---|---:|---:|---:|---:|---:|---:|",
+]
+
+
 def table(rows: list[Row]) -> list[str]:
-    """Markdown."""
-    lines = [
-        "| tokens | wheel | cache | median ms | p10 | p90 | GB/s | MB read | error |",
-        "|---:|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    """Lines of a Markdown table."""
+    lines = []
     for row in rows:
         median = row.percentile(50)
         lines.append(
@@ -203,6 +188,7 @@ def main() -> int:
     about = describe(arguments)
     workers = [Worker(python, arguments.threads) for python in [sys.executable, *arguments.peer_python]]
     rows: list[Row] = []
+    print("\n".join([*about, "", *HEADER]), flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for tokens in arguments.tokens:
@@ -212,11 +198,11 @@ def main() -> int:
             for row in now:
                 workers[row.wheel].ask(unload=row.key)
             rows += now
-            print(f"{tokens} tokens: {len(now)} rows measured", file=sys.stderr)
+            print("\n".join(table(now)), flush=True)
     for worker in workers:
         worker.close()
     bars = find_bars(rows, arguments.slack)
-    print("\n".join([*about, "", *table(rows), "", *bar_lines(bars)]))
+    print("\n".join(["", *bar_lines(bars)]))
     if arguments.json:
         record = {"about": about, "rows": [asdict(row) for row in rows], "bars": [asdict(bar) for bar in bars]}
         arguments.json.write_text(json.dumps(record, indent=1))

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
+
 from python_tests.bench.bench_cpu_decode import Row, table
 from python_tests.bench.cpu_bars import FLOAT, INT4, INT4_STATIC, INT8, INT8_STATIC, LATER, STOCK, bar_lines, find_bars
-from python_tests.bench.cpu_case import PEER_SETUPS, SETUPS, Setup, state_bytes, tensors
+from python_tests.bench.cpu_case import HEAD_SIZE, HEADS, KV_HEADS, PEER_SETUPS, SETUPS, Setup, state_bytes, tensors
+from python_tests.bench.cpu_expected import FORMATS, expected_output
 from python_tests.bench.cpu_model import build
+from python_tests.reference.format import Granularity
+from python_tests.reference.step import Cache, Inputs, Operator, run_step
 
 INSTALLED = "1.21.0+kvq.1"
 
@@ -49,7 +55,7 @@ def test_bytes_come_from_the_tensors() -> None:
     assert sizes["int8 PER_TOKEN"] == 2 * 8 * 64 * 132
     assert sizes["int4 PER_TOKEN"] == 2 * 8 * 64 * 68
     assert sizes["fp8 PER_CHANNEL"] == 2 * 8 * (64 * 128 + 128 * 4)
-    assert "| 16384 | 1.21.0 | fp32 | 10.000 | 9.200 | 12.400 | 0.1 |" in table([row(1, STOCK, FLOAT, 10.0)])[2]
+    assert "| 16384 | 1.21.0 | fp32 | 10.000 | 9.200 | 12.400 | 0.1 |" in table([row(1, STOCK, FLOAT, 10.0)])[0]
 
 
 def test_setups() -> None:
@@ -57,3 +63,21 @@ def test_setups() -> None:
     assert len([s for s in SETUPS if s.quantized and s.activation == "fp32"]) == 9
     assert not [s for s in PEER_SETUPS if s.mode == "PER_TOKEN" or s.cache == "fp8"]
     assert len({build(setup, 64) for setup in SETUPS}) == len(SETUPS)
+
+
+@pytest.mark.parametrize("setup", [pytest.param(s, id=s.label.replace(" ", "-")) for s in SETUPS])
+def test_expected_output_is_the_reference(setup: Setup) -> None:
+    """The benchmark's own arithmetic for long caches equals one step of the reference."""
+    arrays = tensors(setup, 40)
+    mode = Granularity(setup.mode or "NONE")
+    operator = Operator(
+        num_heads=HEADS, kv_num_heads=KV_HEADS, head_size=HEAD_SIZE, dtype=FORMATS.get(setup.cache), k_quant=mode,
+        v_quant=mode,
+    )  # fmt: skip
+    inputs = Inputs(
+        query=arrays["query"], key=arrays["key"], value=arrays["value"], seqlens_k=arrays["seqlens_k"],
+        total_sequence_length=40,
+    )  # fmt: skip
+    past = Cache(arrays["past_key"], arrays["past_value"], arrays.get("k_scale"), arrays.get("v_scale"))
+    step = run_step(operator, inputs, past)
+    assert np.allclose(expected_output(setup, 40), step.output.ravel(), rtol=1e-12, atol=1e-12)

@@ -44,7 +44,9 @@ with zipfile.ZipFile(f"dist/onnxruntime-{version}-py3-none-any.whl", "w") as whe
 """
 """Packs what the stand-in for ninja linked, as upstream's setup.py does in the build directory."""
 
-KERNEL_LINES = [f"int line_{number}();" for number in range(1, 41)]
+KERNEL_LINES = ["class Kernel {", "public:", *(f"int line_{number}();" for number in range(3, 41))]
+"""With `diff=cpp`, git would name the class in hunk headers; without, the label."""
+
 FILES: dict[str, bytes] = {
     "VERSION_NUMBER": b"1.0.0\n",
     ".gitattributes": b"*.sln text eol=crlf\n*.cc diff=cpp ident\n",
@@ -106,7 +108,7 @@ def make_upstream(root: Path) -> Upstream:
     clone.mkdir(parents=True)
     git(clone, "init", "--quiet", "--initial-branch=main")
     # As in the real repository, blobs hold what the project committed, whatever attributes say on checkout.
-    (clone / ".git" / "info" / "attributes").write_text("* -text -ident\n")
+    (clone / ".git" / "info" / "attributes").write_text("* -text -ident !diff\n")
     write_files(clone, FILES)
     (clone / "tools" / "run.sh").chmod(0o755)
     (clone / "link").symlink_to("VERSION_NUMBER")
@@ -276,3 +278,13 @@ def _replace(path: Path, old: bytes, new: bytes) -> None:
     data = path.read_bytes()
     assert data.count(old) == 1
     path.write_bytes(data.replace(old, new))
+
+
+def snapshot(root: Path) -> dict[str, tuple[int, bytes]]:
+    """mtime in ns and bytes of every file below `root`, git's own left out."""
+    paths = [path for path in root.rglob("*") if path.is_file() and path.name != ".git"]
+    return {path.relative_to(root).as_posix(): (path.lstat().st_mtime_ns, path.read_bytes()) for path in paths}
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {rel: data for rel, (_, data) in snapshot(root).items()}

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kvbuild import patchset, sync
-from kvbuild.errors import EnvironmentProblem, PatchError
+from kvbuild import checkout, patchset, sync
+from kvbuild.errors import PatchError
 from kvbuild.export import export
+from kvbuild.git import init_store
 from kvbuild.patchset import apply, patchset_digest
 from kvbuild.source import fetch_source
+from kvbuild.treeimport import Member, import_tree
 from python_tests.tool.fake_upstream import (
     CRLF,
     FILES,
@@ -24,23 +26,15 @@ from python_tests.tool.fake_upstream import (
     REGISTRY,
     Project,
     Upstream,
+    contents,
     git,
     hook_edit,
     make_project,
+    snapshot,
     write_files,
 )
 
 QUANT = "onnxruntime/contrib/quant.cc"
-
-
-def snapshot(root: Path) -> dict[str, tuple[int, bytes]]:
-    """mtime in ns and bytes of every file below `root`, git's own left out."""
-    paths = [path for path in root.rglob("*") if path.is_file() and path.name != ".git"]
-    return {path.relative_to(root).as_posix(): (path.lstat().st_mtime_ns, path.read_bytes()) for path in paths}
-
-
-def contents(root: Path) -> dict[str, bytes]:
-    return {rel: data for rel, (_, data) in snapshot(root).items()}
 
 
 def age(root: Path) -> None:
@@ -77,7 +71,9 @@ def test_commit_ids_do_not_depend_on_place_time_or_settings(
     hook.chmod(0o755)
     hostile.write_text(
         f'[user]\n\tname = Somebody Else\n[core]\n\tautocrlf = true\n\thooksPath = "{tmp_path}/hooks"\n'
-        "[commit]\n\tgpgSign = true\n[am]\n\tthreeWay = true\n[apply]\n\twhitespace = fix\n[diff]\n\tnoprefix = true\n"
+        "[commit]\n\tgpgSign = true\n[am]\n\tthreeWay = true\n[apply]\n\twhitespace = fix\n"
+        "[i18n]\n\tcommitEncoding = ISO-8859-1\n[format]\n\tpretty = oneline\n\tsignOff = true\n"
+        "[diff]\n\tnoprefix = true\n\tcontext = 1\n\tsuppressBlankEmpty = true\n"
     )
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(hostile))
     monkeypatch.setenv("GIT_AUTHOR_DATE", "2001-01-01T00:00:00Z")
@@ -88,6 +84,9 @@ def test_commit_ids_do_not_depend_on_place_time_or_settings(
     result = apply(other.cfg, other.base)
     assert result.commit == git(applied.cfg.src, "rev-parse", "HEAD")
     assert contents(other.cfg.src) == contents(applied.cfg.src)
+    before = contents(other.cfg.patches)
+    export(other.cfg, other.base)
+    assert contents(other.cfg.patches) == before
 
 
 def test_git_variables_of_a_hook_lead_nowhere_else(
@@ -150,6 +149,16 @@ def test_uncommitted_edits_are_never_overwritten(applied: Project, staged: bool)
     assert QUANT in caught.value.what
     assert "build.py export" in caught.value.todo
     assert "stash" in caught.value.todo
+
+
+def test_uncommitted_edit_of_a_file_that_would_stay_is_refused_too(applied: Project) -> None:
+    """It would survive the move, but what was staged would not."""
+    write_files(applied.cfg.src, {REGISTRY: b"// staged\n"})
+    git(applied.cfg.src, "add", "--all")
+    write_files(applied.cfg.overlay, {QUANT: b"// from the overlay\n"})
+    with pytest.raises(PatchError, match=r"registry\.cc"):
+        apply(applied.cfg, applied.base)
+    assert git(applied.cfg.src, "diff", "--cached", "--name-only") == REGISTRY
 
 
 def test_untracked_file_in_the_way_is_kept(applied: Project) -> None:
@@ -258,67 +267,6 @@ def test_second_patch_on_the_same_file_follows_the_first(project: Project) -> No
     assert b"int hook(int);" in (project.cfg.src / KERNEL).read_bytes()
 
 
-class Killed(BaseException):
-    """Stands for a kill: nothing in kvbuild may handle it."""
-
-
-def apply_until(project: Project, monkeypatch: pytest.MonkeyPatch, count: int, stop: BaseException) -> None:
-    """apply, stopped by `stop` once it has written `count` files of the build tree."""
-    left = count
-
-    def counted(path: Path, data: bytes, mode: int | None = None) -> None:
-        nonlocal left
-        if mode is not None:
-            if left == 0:
-                raise stop
-            left -= 1
-        sync.write_atomically(path, data, mode)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("kvbuild.checkout.write_atomically", counted)
-        apply(project.cfg, project.base)
-
-
-@pytest.mark.parametrize("count", range(4))
-def test_move_goes_on_where_it_stopped(project: Project, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    fetch_source(project.cfg, project.base)
-    with pytest.raises(Killed):
-        apply_until(project, monkeypatch, count, Killed())
-    result = apply(project.cfg, project.base)
-    assert git(project.cfg.src, "rev-parse", "HEAD") == result.commit
-    assert git(project.cfg.src, "status", "--porcelain") == ""
-
-
-def test_edit_made_between_a_kill_and_the_next_run_is_kept(applied: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a half-made move git sees edits everywhere; only a file that is neither version is the user's."""
-    for rel in OVERLAY_FILES:
-        write_files(applied.cfg.overlay, {rel: b"// next version\n"})
-    with pytest.raises(Killed):
-        apply_until(applied, monkeypatch, 1, Killed())
-    write_files(applied.cfg.src, {QUANT: b"// precious\n"})
-    with pytest.raises(PatchError) as caught:
-        apply(applied.cfg, applied.base)
-    assert caught.value.what.splitlines()[1:] == [f"  {QUANT}"]
-    assert (applied.cfg.src / QUANT).read_bytes() == b"// precious\n"
-    write_files(applied.cfg.src, {QUANT: OVERLAY_FILES[QUANT]})
-    apply(applied.cfg, applied.base)
-    assert (applied.cfg.src / QUANT).read_bytes() == b"// next version\n"
-
-
-def test_full_disk_leaves_whole_files_and_the_next_run_finishes(
-    project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fetch_source(project.cfg, project.base)
-    with pytest.raises(EnvironmentProblem, match="No space left") as caught:
-        apply_until(project, monkeypatch, 2, OSError(28, "No space left on device", "kernel.cc"))
-    assert "run again" in caught.value.todo
-    partial = contents(project.cfg.src)
-    apply(project.cfg, project.base)
-    whole = contents(project.cfg.src)
-    assert partial.items() <= whole.items()
-    assert len(partial) < len(whole)
-
-
 def test_work_directory_may_be_moved(applied: Project, tmp_path: Path) -> None:
     applied.cfg.work_dir.rename(tmp_path / "moved")
     moved = replace(applied.cfg, work_dir=tmp_path / "moved")
@@ -326,16 +274,29 @@ def test_work_directory_may_be_moved(applied: Project, tmp_path: Path) -> None:
     assert git(moved.src, "status", "--porcelain") == ""
 
 
-def test_half_made_work_tree_is_made_again(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a power failure inside `git worktree add` leaves: a link to a record that is not complete, and locked."""
-    fetch_source(project.cfg, project.base)
-    with pytest.raises(Killed):
-        apply_until(project, monkeypatch, 0, Killed())
-    record = project.cfg.repo_store / "worktrees" / "src"
-    (record / "commondir").unlink()
-    (record / "locked").write_text("initializing")
-    apply(project.cfg, project.base)
-    assert git(project.cfg.src, "status", "--porcelain") == ""
+def test_refused_move_leaves_nothing_to_finish(applied: Project) -> None:
+    """After the untracked file has gone from the overlay again, it is in nobody's way."""
+    write_files(applied.cfg.src, {"onnxruntime/contrib/extra.cc": b"// mine\n"})
+    write_files(applied.cfg.overlay, {"onnxruntime/contrib/extra.cc": b"// theirs\n"})
+    with pytest.raises(PatchError, match=r"extra\.cc"):
+        apply(applied.cfg, applied.base)
+    (applied.cfg.overlay / "onnxruntime/contrib/extra.cc").unlink()
+    assert apply(applied.cfg, applied.base).touched == 0
+    assert (applied.cfg.src / "onnxruntime/contrib/extra.cc").read_bytes() == b"// mine\n"
+
+
+def test_files_folders_and_submodules_take_each_others_place(tmp_path: Path) -> None:
+    """As between the tag, which has submodules, and an archive, which has none."""
+    store = init_store(tmp_path / "store")
+    link = Member("external/onnx", "160000", b"8" * 40)
+    first = import_tree(store, [link, Member("a", "100644", b"file\n"), Member("b/c", "120000", b"d")], "1\n")
+    second = import_tree(store, [Member("a/b", "100755", b"x\n"), Member("b", "100644", b"y\n")], "2\n")
+    src = tmp_path / "src"
+    for commit in (first, second, first):
+        checkout.move(store, src, commit, {sync.SYNCED: commit})
+        assert git(src, "status", "--porcelain") == ""
+        assert git(src, "rev-parse", "HEAD") == commit
+        assert (src / "external/onnx").is_dir() == (commit == first)
 
 
 def test_something_else_at_the_place_of_the_tree_is_refused(project: Project) -> None:

@@ -17,12 +17,12 @@ from python_tests.tool.fake_upstream import (
     OVERLAY_FILES,
     Project,
     Upstream,
+    contents,
     git,
     make_project,
     sha256,
     write_files,
 )
-from python_tests.tool.test_apply import contents
 
 UNTIL_WHEEL = ("--from", "fetch", "--until", "wheel")
 QUANT = "onnxruntime/contrib/quant.cc"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from kvbuild.config import Config
 from kvbuild.errors import EnvironmentProblem, PatchError
 from kvbuild.export import export, export_mbox, series_text
 from kvbuild.patchset import apply
@@ -21,6 +20,7 @@ from python_tests.tool.fake_upstream import (
     OVERLAY_FILES,
     REGISTRY,
     Project,
+    contents,
     git,
     write_files,
 )
@@ -29,22 +29,16 @@ QUANT = "onnxruntime/contrib/quant.cc"
 MORE = b"void Register();\nvoid More();\n"
 
 
-def patch_files(cfg: Config) -> dict[str, bytes]:
-    """Every file below patches/ by its path there."""
-    root = cfg.patches
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-
-
 def changed(before: dict[str, bytes], after: dict[str, bytes]) -> set[str]:
     return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
 
 
 def test_export_of_what_was_applied_gives_identical_bytes(applied: Project) -> None:
     """Also proves that git format-patch, called by hand with the documented flags, gives the same file."""
-    before = patch_files(applied.cfg)
+    before = contents(applied.cfg.patches)
     result = export(applied.cfg, applied.base)
     assert (result.written, result.removed) == ((), ())
-    assert patch_files(applied.cfg) == before
+    assert contents(applied.cfg.patches) == before
 
 
 def test_exported_patches_apply_to_the_same_tree(applied: Project) -> None:
@@ -58,10 +52,10 @@ def test_exported_patches_apply_to_the_same_tree(applied: Project) -> None:
 
 
 def test_new_commit_becomes_a_patch_at_the_end_of_the_series(applied: Project) -> None:
-    before = patch_files(applied.cfg)
+    before = contents(applied.cfg.patches)
     applied.commit("core-registry: register more", {REGISTRY: MORE})
     export(applied.cfg, applied.base)
-    after = patch_files(applied.cfg)
+    after = contents(applied.cfg.patches)
     assert changed(before, after) == {"v1.0.0/series", "v1.0.0/core-registry.patch"}
     assert after["v1.0.0/series"] == before["v1.0.0/series"] + b"core-registry.patch\n"
     text = after["v1.0.0/core-registry.patch"]
@@ -73,11 +67,11 @@ def test_new_commit_becomes_a_patch_at_the_end_of_the_series(applied: Project) -
 
 
 def test_amended_commit_changes_its_patch_only(applied: Project) -> None:
-    before = patch_files(applied.cfg)
+    before = contents(applied.cfg.patches)
     write_files(applied.cfg.src, {KERNEL: FILES[KERNEL].replace(b"line_20();", b"line_20(); int hook(long);")})
     git(applied.cfg.src, "commit", "--quiet", "--amend", "-a", "--no-edit")
     export(applied.cfg, applied.base)
-    assert changed(before, patch_files(applied.cfg)) == {f"v1.0.0/{HOOK}.patch"}
+    assert changed(before, contents(applied.cfg.patches)) == {f"v1.0.0/{HOOK}.patch"}
 
 
 def test_dropped_commit_removes_its_patch(applied: Project) -> None:
@@ -93,10 +87,10 @@ def test_reordered_commits_reorder_the_series(applied: Project) -> None:
     applied.commit("core-registry: register more", {REGISTRY: MORE})
     reverse = {"GIT_SEQUENCE_EDITOR": "sed -i -e '1{h;d}' -e '2{G}'"}
     git(applied.cfg.src, "rebase", "--quiet", "-i", "HEAD~2", env=reverse)
-    before = patch_files(applied.cfg)
+    before = contents(applied.cfg.patches)
     export(applied.cfg, applied.base)
     assert applied.series.read_text().splitlines()[1:] == ["core-registry.patch", f"{HOOK}.patch"]
-    assert changed(before, patch_files(applied.cfg)) == {"v1.0.0/series", "v1.0.0/core-registry.patch"}
+    assert changed(before, contents(applied.cfg.patches)) == {"v1.0.0/series", "v1.0.0/core-registry.patch"}
 
 
 def test_new_files_and_overlay_edits_go_to_the_overlay(applied: Project) -> None:
@@ -131,11 +125,11 @@ def test_removed_upstream_file_and_changed_mode_come_back(applied: Project) -> N
 
 def test_commit_to_the_overlay_alone_gives_no_patch(applied: Project) -> None:
     """Its subject need not name a patch file, and no file is removed with it."""
-    before = patch_files(applied.cfg)
+    before = contents(applied.cfg.patches)
     applied.commit("Whatever Subject", {QUANT: b"// edited\n", "onnxruntime/contrib/quant ä.h": None})
     export(applied.cfg, applied.base)
     expected = {f"overlay/{QUANT}", "overlay/onnxruntime/contrib/quant ä.h"}
-    assert changed(before, patch_files(applied.cfg)) == expected
+    assert changed(before, contents(applied.cfg.patches)) == expected
     assert not (applied.cfg.overlay / "onnxruntime/contrib/quant ä.h").exists()
 
 
@@ -148,12 +142,12 @@ def test_two_exports_in_a_row_need_no_apply_between(applied: Project) -> None:
 
 @pytest.mark.parametrize("subject", ["fixup! core-kernel-hook: call the overlay", "squash! x", "amend! x"])
 def test_commits_to_be_squashed_are_refused(applied: Project, subject: str) -> None:
-    before = patch_files(applied.cfg)
+    before = contents(applied.cfg.patches)
     applied.commit(subject, {REGISTRY: MORE})
     with pytest.raises(PatchError, match=subject.split()[0]) as caught:
         export(applied.cfg, applied.base)
     assert "--autosquash" in caught.value.todo
-    assert patch_files(applied.cfg) == before
+    assert contents(applied.cfg.patches) == before
 
 
 def test_autosquash_as_the_message_says_then_exports(applied: Project) -> None:
@@ -200,26 +194,26 @@ def test_history_without_the_overlay_commit_is_refused(applied: Project) -> None
 
 @pytest.mark.parametrize("tracked", [True, False])
 def test_uncommitted_files_are_refused(applied: Project, tracked: bool) -> None:
-    before = patch_files(applied.cfg)
+    before = contents(applied.cfg.patches)
     write_files(applied.cfg.src, {REGISTRY if tracked else "stray.cc": b"// mine\n"})
     with pytest.raises(PatchError, match="registry.cc" if tracked else "stray.cc"):
         export(applied.cfg, applied.base)
-    assert patch_files(applied.cfg) == before
+    assert contents(applied.cfg.patches) == before
 
 
-def test_files_that_upstream_ignores_do_not_count_as_stray(applied: Project) -> None:
-    write_files(applied.cfg.src, {"build.generated": b""})
+def test_ignored_files_and_compiled_python_do_not_count_as_stray(applied: Project) -> None:
+    write_files(applied.cfg.src, {"build.generated": b"", "tools/__pycache__/script.pyc": b""})
     export(applied.cfg, applied.base)
 
 
 def test_edit_on_both_sides_is_refused_and_kept(applied: Project) -> None:
     applied.commit("core-registry: mine", {QUANT: b"// in the tree\n"})
     write_files(applied.cfg.overlay, {QUANT: b"// in patches\n"})
-    before = patch_files(applied.cfg)
+    before = contents(applied.cfg.patches)
     with pytest.raises(PatchError, match="edited since they were last applied") as caught:
         export(applied.cfg, applied.base)
     assert QUANT in caught.value.what
-    assert patch_files(applied.cfg) == before
+    assert contents(applied.cfg.patches) == before
 
 
 def test_overlay_edit_in_patches_alone_survives_an_export(applied: Project) -> None:
@@ -241,10 +235,10 @@ def test_series_edited_since_apply_is_refused_and_kept(applied: Project, how: st
         shutil.copy(patch, patch.with_name("core-other.patch"))
     else:
         applied.series.write_text("# emptied by hand\n")
-    before = patch_files(applied.cfg)
+    before = contents(applied.cfg.patches)
     with pytest.raises(PatchError, match="edited since they were last applied"):
         export(applied.cfg, applied.base)
-    assert patch_files(applied.cfg) == before
+    assert contents(applied.cfg.patches) == before
 
 
 def test_header_edited_by_hand_is_taken_by_the_next_apply(applied: Project) -> None:
@@ -267,7 +261,7 @@ def test_full_disk_keeps_the_old_file_and_a_second_export_finishes(
     applied: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     applied.commit("core-registry: more", {REGISTRY: MORE, QUANT: b"// edited\n"})
-    before = patch_files(applied.cfg)
+    before = contents(applied.cfg.patches)
     real = Path.write_bytes
 
     def full(path: Path, data: bytes) -> int:
@@ -279,7 +273,7 @@ def test_full_disk_keeps_the_old_file_and_a_second_export_finishes(
         patch.setattr(Path, "write_bytes", full)
         with pytest.raises(EnvironmentProblem, match="No space left"):
             export(applied.cfg, applied.base)
-    assert changed(before, patch_files(applied.cfg)) == {f"overlay/{QUANT}"}
+    assert changed(before, contents(applied.cfg.patches)) == {f"overlay/{QUANT}"}
     export(applied.cfg, applied.base)
     assert (applied.cfg.series_dir / "core-registry.patch").exists()
 
