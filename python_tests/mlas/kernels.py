@@ -16,7 +16,7 @@ from python_tests.reference.format import F32, U8, Array, CacheDtype, row_bytes
 NATIVE = Path(__file__).parent / "native"
 MLAS = Path(__file__).resolve().parents[2] / "patches" / "overlay" / "onnxruntime" / "core" / "mlas"
 CODECS = {CacheDtype.INT8: 0, CacheDtype.FP8: 1, CacheDtype.INT4: 2}
-# The flags under which ONNX Runtime's cmake/onnxruntime_mlas.cmake compiles each file, and what /proc/cpuinfo must list.
+# Flags under which ONNX Runtime's cmake/onnxruntime_mlas.cmake compiles each file, and what /proc/cpuinfo must list.
 SETS: dict[str, tuple[int, tuple[str, ...], frozenset[str]]] = {
     "portable": (0, (), frozenset()),
     "avx2": (1, ("-mavx2", "-mfma", "-mf16c"), frozenset({"avx2", "fma", "f16c"})),
@@ -53,7 +53,7 @@ def compile_library(folder: Path) -> Path:
     objects = []
     for source, name in _SOURCES.items():
         objects.append(folder / f"{source.stem}.o")
-        cmd = [compiler, *common, f"-I{MLAS / 'lib'}", *SETS[name][1], "-c", str(source), "-o", str(objects[-1])]
+        cmd = [compiler, *common, *SETS[name][1], "-c", str(source), "-o", str(objects[-1])]
         subprocess.run(cmd, check=True)
     library = folder / "kernels.so"
     subprocess.run([compiler, "-shared", *map(str, objects), "-o", str(library)], check=True)

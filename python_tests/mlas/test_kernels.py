@@ -136,7 +136,7 @@ def test_softmax(kernels: Kernels) -> None:
         scores = [(rng.standard_normal(n) * 8).astype(np.float32) for n in sizes]
         row = np.concatenate(scores).astype(np.float64)
         maximum, total = np.array([-np.inf], np.float32), np.zeros(1, np.float32)
-        weights = np.zeros(0)
+        weights: Array = np.zeros(0)
         for tile in scores:
             weights = weights * kernels.softmax(tile, maximum, total)
             weights = np.concatenate([weights, tile])
