@@ -47,7 +47,8 @@ def folders(cfg: Config) -> list[Path]:
 
 
 def digest(cfg: Config, wheel_sha256: str) -> str:
-    files = [path for path in (cfg.repo / "python_tests").rglob("*.py") if "__pycache__" not in path.parts]
+    sources = {".py", ".h", ".cpp"}
+    files = [path for path in (cfg.repo / "python_tests").rglob("*") if path.suffix in sources]
     pins = [venv.test_requirements(cfg), venv.stock_requirements(cfg)]
     return stamps.digest_of(
         {
