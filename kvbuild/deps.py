@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,6 +51,8 @@ class Dependency:
     keep: list[str] = field(default_factory=list)
     ort_patch: str = ""
     shim: str = ""
+    program: str = ""
+    machine: str = ""
     upstream: Upstream | None = None
     cuda: bool = False
 
@@ -62,7 +65,8 @@ def needed(cfg: Config) -> list[Dependency]:
     """The dependencies of this build, in the order of the file."""
     path = cfg.series_dir / "deps.toml"
     found = [_parse(path, name, table) for name, table in read_toml(path).items()]
-    return [dep for dep in found if cfg.cuda_home or not dep.cuda]
+    here = platform.machine()
+    return [dep for dep in found if (cfg.cuda_home or not dep.cuda) and dep.machine in ("", here)]
 
 
 def inputs_digest(cfg: Config) -> str:
@@ -83,15 +87,16 @@ def missing_downloads(cfg: Config) -> list[str]:
 
 
 def fetch_all(cfg: Config, read_upstream: ReadUpstream, pip_python: Path) -> dict[str, str]:
-    """Make every dependency available; returns CMake variable -> folder. A killed run leaves nothing half unpacked."""
+    """Make every dependency available; returns CMake variable -> folder or program. A killed run leaves nothing half
+    unpacked."""
     cfg.deps_dir.mkdir(parents=True, exist_ok=True)
     for leftover in cfg.deps_dir.glob("*.part"):
         shutil.rmtree(leftover)
-    folders = {}
+    found = {}
     for dep in needed(cfg):
         patch = read_upstream(dep.ort_patch) if dep.ort_patch else b""
-        folders[dep.variable] = str(_fetch(cfg, dep, patch, pip_python))
-    return folders
+        found[dep.variable] = str(_fetch(cfg, dep, patch, pip_python) / dep.program)
+    return found
 
 
 def _fetch(cfg: Config, dep: Dependency, patch: bytes, pip_python: Path) -> Path:
@@ -155,6 +160,8 @@ def _unpack(dep: Dependency, file: Path | None, target: Path, patch: bytes, shim
             raise SourceError(msg, f"`strip` or `keep` of [{dep.name}] in deps.toml does not fit the archive")
     else:
         part.mkdir()
+    if dep.program:  # wheels keep no permissions
+        (part / dep.program).chmod(0o755)
     if patch:
         _apply(dep, patch, part)
     if shim:

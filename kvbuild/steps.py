@@ -70,7 +70,7 @@ def _fetch_valid(run: Run, outputs: Outputs) -> bool:
         return False
     folders = [*outputs["dependencies"].values(), *filter(None, [outputs.get("toolkit")])]
     held = Git(run.cfg.repo_store, error=SourceError).resolve(patchset.UPSTREAM)
-    return held == outputs["commit"] and all(Path(folder).is_dir() for folder in folders)
+    return held == outputs["commit"] and all(Path(folder).exists() for folder in folders)
 
 
 # --- apply

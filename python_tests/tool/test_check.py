@@ -158,6 +158,14 @@ def test_edit_of_the_patch_set_makes_the_record_stale(applied: Project) -> None:
         check(applied.cfg, applied.base)
 
 
+def test_edit_of_a_header_makes_the_record_stale(applied: Project) -> None:
+    """The tree stays the same, but the digest in the wheel's build info does not."""
+    check(replace(applied.cfg, update_trees=True), applied.base)
+    edit_patch(applied, swap("nothing here", "nothing at all here"))
+    with pytest.raises(PatchError, match="run check --update-trees"):
+        check(applied.cfg, applied.base)
+
+
 def test_source_that_is_neither_tag_nor_archive_cannot_be_recorded(project: Project) -> None:
     project.write_bases(git_upstream="3" * 40)
     fetch_source(project.cfg, project.base)

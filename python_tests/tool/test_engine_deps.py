@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import platform
 import re
 import subprocess
 import tarfile
@@ -205,17 +206,33 @@ def test_missing_downloads(lib: Fixture) -> None:
     assert deps.missing_downloads(lib.cfg()) == ["lib"]
 
 
+def test_program_is_executable_and_for_its_machine_only(lib: Fixture) -> None:
+    """Wheels keep no permissions; a program for another processor is left out and built from source instead."""
+    digest = hashlib.sha256(lib.archive).hexdigest()
+    lib.write(digest, f'program = "lib.h"\nmachine = "{platform.machine()}"')
+    program = Path(lib.fetch()["LIB_DIR"])
+    assert program.name == "lib.h"
+    assert program.stat().st_mode & 0o111 == 0o111
+    lib.write(digest, 'program = "lib.h"\nmachine = "z80"')
+    assert lib.fetch() == {}
+
+
 @pytest.mark.parametrize("base", sorted(path.parent.name for path in (REPO / "patches").glob("*/deps.toml")))
 def test_pins_of_every_base_are_complete(tmp_path: Path, base: str) -> None:
     cfg = make_cfg(tmp_path, base=base, cuda_home=tmp_path)
     found = deps.needed(cfg)
-    assert len({dep.variable for dep in found}) == len(found) == len(read_toml(cfg.series_dir / "deps.toml"))
+    here = [
+        t for t in read_toml(cfg.series_dir / "deps.toml").values() if t.get("machine") in (None, platform.machine())
+    ]
+    assert len({dep.variable for dep in found}) == len(found) == len(here)
     for dep in found:
         assert not dep.shim or (cfg.data / "shims" / dep.shim).is_file(), dep.name
         if dep.kind == "shim":
             continue
         assert re.fullmatch(r"[0-9a-f]{64}", dep.sha256), dep.name
         assert dep.package, dep.name
+        if dep.program:  # a tool that upstream's build would make itself
+            continue
         assert dep.upstream, dep.name
         assert re.fullmatch(r"[0-9a-f]{40}", dep.upstream.sha1), dep.name
         assert dep.upstream.url.startswith("https://"), dep.name

@@ -210,6 +210,7 @@ def test_checkout_is_taken_by_its_commit_and_not_touched(project: Project, tmp_p
     git(tmp_path, "clone", "--quiet", str(project.upstream.clone), str(clone))
     git(clone, "checkout", "--quiet", "v1.0.0")
     write_files(clone, {"untracked.txt": b"mine\n"})
+    os.utime(clone / REGISTRY, ns=(10**18, 10**18))  # makes git want to refresh its index
     index = (clone / ".git" / "index").read_bytes()
     assert fetch(project, source=str(clone)).tree == project.upstream.tree
     assert (clone / ".git" / "index").read_bytes() == index
@@ -222,10 +223,11 @@ def test_folder_with_submodule_checkouts_is_imported_as_files(project: Project, 
     """`git add` would store a nested repository as a link to a commit that nobody has."""
     folder = _unpacked(project, tmp_path / "tree")
     write_files(folder, {"external/onnx/a.proto": b"x\n", "external/onnx/.git": b"gitdir: elsewhere\n"})
+    write_files(folder, {"external/eigen/b.h": b"x\n", "external/eigen/.git/HEAD": b"ref: refs/heads/main\n"})
     fetch(project, source=str(folder))
     names = git(project.cfg.repo_store, "ls-tree", "-r", "--name-only", "refs/kvq/upstream").splitlines()
-    assert "external/onnx/a.proto" in names
-    assert not any(name.endswith(".git") for name in names)
+    assert {"external/onnx/a.proto", "external/eigen/b.h"} <= set(names)
+    assert not any(".git" in name.split("/") for name in names)
 
 
 def test_unknown_tree_that_fits_the_patches_is_taken_with_a_warning(
@@ -320,6 +322,22 @@ def test_interrupted_import_leaves_no_ref_and_no_pack(project: Project) -> None:
         import_tree(store, _interrupted(), "x\n")
     assert not store.resolve("refs/kvq/incoming")
     assert list((project.cfg.repo_store / "objects/pack").iterdir()) == []
+
+
+def test_import_whose_process_is_gone_leaves_no_commit(tmp_path: Path) -> None:
+    """git then sees the end of its input, which must not pass for the end of the tree."""
+    code = (
+        "import os, sys; from pathlib import Path\n"
+        "from kvbuild.git import init_store; from kvbuild.treeimport import Member, import_tree\n"
+        "def members():\n"
+        "    yield Member('first', '100644', b'x')\n"
+        "    os._exit(9)\n"
+        "import_tree(init_store(Path(sys.argv[1])), members(), 'x')\n"
+    )
+    cmd = [sys.executable, "-c", code, str(tmp_path / "store")]
+    assert subprocess.run(cmd, cwd=Path(source.__file__).parent.parent).returncode == 9
+    time.sleep(0.5)
+    assert not Git(tmp_path / "store").resolve("refs/kvq/incoming")
 
 
 def test_import_keeps_any_file_name(tmp_path: Path) -> None:
