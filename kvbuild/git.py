@@ -268,10 +268,10 @@ def init_store(git_dir: Path, *, error: type[KvBuildError] = PatchError) -> Git:
         git.run("init", "--quiet", "--bare", "--object-format=sha1", "--template=")
         for key in ("core.autocrlf", "core.fileMode", "core.symlinks", "gc.auto"):
             git.run("config", key, _SETTINGS[key])  # for the commands that a user runs in the work tree
-    # An attribute of upstream's tree must not convert line ends or filter a diff: bytes in, the same bytes out.
+    # A checkout must give the bytes that are stored, whatever upstream's attributes say.
     info = git_dir / "info"
     info.mkdir(exist_ok=True)
-    (info / "attributes").write_text("* -text -filter -ident -working-tree-encoding !eol !diff !merge\n")
+    (info / "attributes").write_text("* -text -filter -ident -working-tree-encoding\n")
     # An archive may lack upstream's .gitignore, and the build runs Python scripts of the tree.
     (info / "exclude").write_text("__pycache__/\n*.pyc\n")
     for stale in [git_dir / "shallow.lock", *git_dir.glob("refs/kvq/**/*.lock")]:

@@ -64,7 +64,7 @@ def test_commit_ids_do_not_depend_on_place_time_or_settings(
     applied: Project, tmp_path: Path, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fails where a date, a user's identity, or one of these settings leaks into a commit or a file."""
-    hostile = tmp_path / "gitconfig"
+    hostile = tmp_path / ".gitconfig"
     (tmp_path / "hooks").mkdir()
     hook = tmp_path / "hooks" / "applypatch-msg"
     hook.write_text("#!/bin/sh\nexit 1\n")
@@ -75,7 +75,9 @@ def test_commit_ids_do_not_depend_on_place_time_or_settings(
         "[i18n]\n\tcommitEncoding = ISO-8859-1\n[format]\n\tpretty = oneline\n\tsignOff = true\n"
         "[diff]\n\tnoprefix = true\n\tcontext = 1\n\tsuppressBlankEmpty = true\n"
     )
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(hostile))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("XDG_CONFIG_HOME", "GIT_CONFIG_GLOBAL"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GIT_AUTHOR_DATE", "2001-01-01T00:00:00Z")
     monkeypatch.setenv("GIT_COMMITTER_NAME", "Somebody Else")
     monkeypatch.setenv("TZ", "Asia/Tokyo")
@@ -103,6 +105,15 @@ def test_git_variables_of_a_hook_lead_nowhere_else(
     fetch_source(project.cfg, project.base)
     apply(project.cfg, project.base)
     assert contents(outer) == before
+
+
+def test_checkout_by_hand_gives_the_same_bytes(applied: Project) -> None:
+    """Upstream's attributes ask for CR LF and expanded `$Id$`; the next move would take such a file for an edit."""
+    before = contents(applied.cfg.src)
+    for rel in ("tools/fake.sln", REGISTRY):
+        (applied.cfg.src / rel).unlink()
+    git(applied.cfg.src, "checkout", "--", ".")
+    assert contents(applied.cfg.src) == before
 
 
 def test_second_apply_touches_nothing(applied: Project) -> None:

@@ -325,12 +325,13 @@ def test_interrupted_import_leaves_no_ref_and_no_pack(project: Project) -> None:
 
 
 def test_import_whose_process_is_gone_leaves_no_commit(tmp_path: Path) -> None:
-    """git then sees the end of its input, which must not pass for the end of the tree."""
+    """git then sees the end of its input, here just between two files; that must not pass for the end of the tree."""
     code = (
         "import os, sys; from pathlib import Path\n"
         "from kvbuild.git import init_store; from kvbuild.treeimport import Member, import_tree\n"
         "def members():\n"
         "    yield Member('first', '100644', b'x')\n"
+        "    sys._getframe(1).f_locals['process'].stdin.flush()\n"
         "    os._exit(9)\n"
         "import_tree(init_store(Path(sys.argv[1])), members(), 'x')\n"
     )
