@@ -11,7 +11,7 @@ from kvbuild.config import Base, Config
 from kvbuild.errors import EnvironmentProblem, PatchError
 from kvbuild.git import Entry, Git
 from kvbuild.patchfile import subject_name
-from kvbuild.patchset import OVERLAY, UPSTREAM, build_commits, file_mode, open_store, overlay_files, prepare
+from kvbuild.patchset import OVERLAY, build_commits, file_mode, open_store, overlay_files, prepare
 from kvbuild.sync import write_atomically
 
 _FORMAT_PATCH = (
@@ -74,13 +74,14 @@ def export(cfg: Config, base: Base) -> ExportResult:
     checkout.refuse_local_edits(tree)
     _refuse_untracked(tree)
     head = tree.text("rev-parse", "HEAD")
-    upstream = store.resolve(UPSTREAM) or ""
-    rendered = render(store, upstream, store.resolve(OVERLAY) or "", head)
+    overlay = store.resolve(OVERLAY) or ""
+    upstream = store.resolve(f"{OVERLAY}^") or ""  # what the tree stands on; another source may be fetched by now
+    rendered = render(store, upstream, overlay, head)
     again = build_commits(store, cfg.base_dir / "export.tmp", upstream, rendered.overlay, rendered.patches)
     if again.tree != store.tree_of(head):
         msg = "the exported patches do not give the tree that they came from"
         raise PatchError(msg, f"they give {again.tree}, the build tree is {store.tree_of(head)}", "report this")
-    writes, removals = _plan(cfg, store, rendered)
+    writes, removals = _plan(cfg, store, upstream, rendered)
     carry_out(cfg, writes, removals)
     sync.record(store, head, cfg.series_dir)
     result = ExportResult(
@@ -176,12 +177,12 @@ def _refuse_untracked(tree: Git) -> None:
 Write = tuple[Path, bytes, int | None]
 
 
-def _plan(cfg: Config, store: Git, rendered: Rendered) -> tuple[list[Write], list[Path]]:
+def _plan(cfg: Config, store: Git, upstream: str, rendered: Rendered) -> tuple[list[Write], list[Path]]:
     """Files to write and to remove. PatchError where one was edited in patches/ since it was applied."""
     edited: list[Path] = []
     writes, removals = _plan_series(cfg, sync.recorded(store), rendered, edited)
-    upstream = store.entries(UPSTREAM)
-    synced = {path: entry for path, entry in store.entries(sync.SYNCED).items() if path not in upstream}
+    known = store.entries(upstream)
+    synced = {path: entry for path, entry in store.entries(sync.SYNCED).items() if path not in known}
     overlay_writes, overlay_removals = plan_overlay(cfg, store, synced, rendered.overlay, edited)
     if edited:
         names = "\n".join(f"  {path.relative_to(cfg.repo)}" for path in edited)

@@ -39,17 +39,8 @@ _NO_WARNING = ("-Wno-maybe-uninitialized",)
 def compile_library(folder: Path) -> Path:
     """All kernels as one shared library in `folder`, with warnings as errors. Raises CalledProcessError."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or "c++"
-    common = [
-        "-std=c++17",
-        "-O3",
-        "-fPIC",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        *_NO_WARNING,
-        f"-I{NATIVE}",
-        f"-I{MLAS / 'inc'}",
-    ]
+    includes = [f"-I{NATIVE}", f"-I{MLAS / 'inc'}", f"-I{MLAS / 'lib'}"]
+    common = ["-std=c++17", "-O3", "-fPIC", "-Wall", "-Wextra", "-Werror", *_NO_WARNING, *includes]
     objects = []
     for source, name in _SOURCES.items():
         objects.append(folder / f"{source.stem}.o")

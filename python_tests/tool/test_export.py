@@ -140,6 +140,20 @@ def test_two_exports_in_a_row_need_no_apply_between(applied: Project) -> None:
         assert (applied.cfg.overlay / QUANT).read_bytes() == text
 
 
+def test_source_fetched_since_does_not_lock_commits_in(applied: Project) -> None:
+    """apply refuses to drop the commit, so export must not need the next apply."""
+    applied.commit("core-registry: register more", {REGISTRY: MORE})
+    archive = replace(applied.cfg, source=str(applied.upstream.archive))
+    fetch_source(archive, applied.base)
+    with pytest.raises(PatchError, match="not in patches/"):
+        apply(archive, applied.base)
+    export(archive, applied.base)
+    assert (applied.cfg.series_dir / "core-registry.patch").exists()
+    apply(archive, applied.base)
+    assert (applied.cfg.src / REGISTRY).read_bytes() == MORE
+    assert not (applied.cfg.src / "dropped").exists()
+
+
 @pytest.mark.parametrize("subject", ["fixup! core-kernel-hook: call the overlay", "squash! x", "amend! x"])
 def test_commits_to_be_squashed_are_refused(applied: Project, subject: str) -> None:
     before = contents(applied.cfg.patches)
