@@ -45,6 +45,8 @@ def command(cfg: Config, base: Base, inputs: Inputs) -> list[str | Path]:
         "FETCHCONTENT_FULLY_DISCONNECTED": "ON",
         "FETCHCONTENT_TRY_FIND_PACKAGE_MODE": "NEVER",
         **inputs.dependencies,
+        "CMAKE_PROJECT_onnxruntime_INCLUDE": cfg.data / "precompile.cmake",
+        "CMAKE_PCH_WARN_INVALID": "OFF",
         "KVQ_PYBIND11_DIR": _pybind11(cfg),
         "KVQ_PATCHSET": inputs.patchset,
         "KVQ_REVISION": str(base.revision),
@@ -80,7 +82,9 @@ def environment(cfg: Config) -> dict[str, str | None]:
     """For cmake and ninja: the pinned tools first on the path, and compiler cache keys that another clone shares."""
     path = f"{venv.build_python(cfg).parent}:{os.environ.get('PATH', os.defpath)}"
     # Paths below the base directory are hashed relative to the build directory, which is at the same depth everywhere.
-    cache = {"CCACHE_BASEDIR": str(cfg.work_dir), "CCACHE_NOHASHDIR": "1"}
+    # The sloppiness is what ccache asks for before it accepts a precompiled header.
+    sloppy = "pch_defines,time_macros"
+    cache = {"CCACHE_BASEDIR": str(cfg.work_dir), "CCACHE_NOHASHDIR": "1", "CCACHE_SLOPPINESS": sloppy}
     return {**venv.ISOLATED, **cache, "PATH": path}
 
 
@@ -108,6 +112,7 @@ def digest(cfg: Config, base: Base, inputs: Inputs, source_names: str) -> str:
             "compilers": compilers(inputs.toolkit),
             "variables": {name: os.environ.get(name) for name in _FLAG_VARIABLES},
             "names": source_names,
+            "precompiled": (cfg.data / "precompile.cmake").read_text(encoding="utf-8"),
             "operators": _operators(cfg).read_text(encoding="utf-8") if cfg.profile == "decoder" else "",
         }
     )

@@ -185,7 +185,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Measure, print, and judge the bars."""
     arguments = parse()
-    about = describe(arguments)
+    about, busy = describe(arguments), os.getloadavg()[0] / (os.cpu_count() or 1)
     workers = [Worker(python, arguments.threads) for python in [sys.executable, *arguments.peer_python]]
     rows: list[Row] = []
     print("\n".join([*about, "", *HEADER]), flush=True)
@@ -203,6 +203,8 @@ def main() -> int:
         worker.close()
     bars = find_bars(rows, arguments.slack)
     print("\n".join(["", *bar_lines(bars)]))
+    if busy > 0.3:
+        print(f"the machine was busy at the start ({busy:.0%} of its cores): measure again before judging a MISS")
     if arguments.json:
         record = {"about": about, "rows": [asdict(row) for row in rows], "bars": [asdict(bar) for bar in bars]}
         arguments.json.write_text(json.dumps(record, indent=1))
