@@ -175,6 +175,7 @@ def make_machine(root: Path, project: Project) -> Machine:
     mirror.mkdir()
     pin = write_wheel(mirror, "faketools", {"cmake": CMAKE, "ninja": NINJA}).encode()
     data = {f"kvbuild/data/{kind}-requirements.txt": pin for kind in ("build", "test")}
+    data["kvbuild/data/precompile.cmake"] = (REPO / "kvbuild/data/precompile.cmake").read_bytes()
     write_files(project.repo, {**data, "patches/v1.0.0/stock-requirements.txt": pin, "patches/v1.0.0/deps.toml": b""})
     real = shutil.which("git")
     assert real

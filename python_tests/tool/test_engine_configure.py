@@ -90,6 +90,8 @@ def test_digest_follows_every_input(cfg: Config, monkeypatch: pytest.MonkeyPatch
     pins = venv.build_requirements(cfg)
     pins.parent.mkdir(parents=True)
     pins.write_text("cmake==1")
+    precompile = cfg.data / "precompile.cmake"
+    precompile.write_text("# one")
 
     def digest(cfg: Config = cfg, inputs: Inputs = INPUTS, names: str = "n") -> str:
         return configure.digest(cfg, BASE, inputs, names)
@@ -104,9 +106,11 @@ def test_digest_follows_every_input(cfg: Config, monkeypatch: pytest.MonkeyPatch
     ]
     pins.write_text("cmake==2")
     others.append(digest())
+    precompile.write_text("# two")
+    others.append(digest())
     monkeypatch.setenv("CXXFLAGS", "-march=native")
     others.append(digest())
-    assert len({first, *others}) == 7
+    assert len({first, *others}) == 8
 
 
 def test_options_of_an_earlier_run_do_not_stay(cfg: Config) -> None:
