@@ -5,8 +5,9 @@
 # (cpu_provider_shared.cc) or a kept operator uses stay, though their operator is gone.
 
 set(KV_QUANT_DECODER_EXCLUDES
-  "core/providers/cpu/(fp16|ml|object_detection|optional|rnn|sequence|signal|text)/"
+  "core/providers/cpu/(fp16|ml|optional|rnn|sequence|signal|text)/"
   "core/providers/cpu/controlflow/scan_8"
+  "core/providers/cpu/object_detection/roialign"
   "core/providers/cpu/generator/random"
   "core/providers/cpu/math/(det|hardmax)"
   "core/providers/cpu/nn/(Unpool|batch_norm|conv|conv_transpose|instance_norm|lp_norm|lrn|pool|roi_pool|shrink|tfidfvectorizer)\\.cc"
