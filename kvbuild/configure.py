@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbuild import log, proc, stamps, venv
+from kvbuild import cudawheel, log, proc, stamps, venv
 from kvbuild.config import Base, Config
 from kvbuild.errors import BuildError
 from kvbuild.toolchain import find_compiler
@@ -30,9 +30,7 @@ class Inputs:
     """CMake variable -> folder"""
     patchset: str
     """first 12 hex digits of the patch set's digest; goes into the wheel's build info"""
-    toolkit: Path | None = None
-    """the CUDA tree, with its libraries and cuDNN"""
-    cuda_arch: str = ""
+    cuda: cudawheel.Target | None = None
 
 
 def command(cfg: Config, base: Base, inputs: Inputs) -> list[str | Path]:
@@ -72,8 +70,8 @@ def command(cfg: Config, base: Base, inputs: Inputs) -> list[str | Path]:
     launcher = compiler_cache()
     if launcher:
         options |= {"CMAKE_C_COMPILER_LAUNCHER": launcher, "CMAKE_CXX_COMPILER_LAUNCHER": launcher}
-    if inputs.toolkit:
-        options |= _cuda_options(inputs.toolkit, inputs.cuda_arch, launcher)
+    if inputs.cuda:
+        options |= _cuda_options(inputs.cuda, launcher)
     flags = [f"-D{name}={value}" for name, value in options.items()]
     return [tools / "cmake", "-S", cfg.src / "cmake", "-B", cfg.build_dir, "-G", "Ninja", *flags, *cfg.cmake_args]
 
@@ -91,7 +89,7 @@ def environment(cfg: Config) -> dict[str, str | None]:
 def run(cfg: Config, base: Base, inputs: Inputs, log_path: Path) -> None:
     """Configure from scratch while keeping objects: ninja rebuilds what another command line or header asks for."""
     if cfg.profile == "decoder":
-        _reduce_operators(cfg, inputs.toolkit is not None, log_path)
+        _reduce_operators(cfg, inputs.cuda is not None, log_path)
     # Options of an earlier run must not survive in the cache. (cmake --fresh would delete the objects as well.)
     (cfg.build_dir / "CMakeCache.txt").unlink(missing_ok=True)
     for detected in cfg.build_dir.glob("CMakeFiles/[0-9]*"):
@@ -109,7 +107,7 @@ def digest(cfg: Config, base: Base, inputs: Inputs, source_names: str) -> str:
         {
             "command": [str(part) for part in command(cfg, base, inputs)],
             "tools": venv.build_requirements(cfg).read_text(encoding="utf-8"),
-            "compilers": compilers(inputs.toolkit),
+            "compilers": compilers(inputs.cuda.toolkit if inputs.cuda else None),
             "variables": {name: os.environ.get(name) for name in _FLAG_VARIABLES},
             "names": source_names,
             "precompiled": (cfg.data / "precompile.cmake").read_text(encoding="utf-8"),
@@ -129,14 +127,17 @@ def compilers(toolkit: Path | None) -> dict[str, list[object]]:
     return {str(path): [str(path.resolve()), *stamps.file_id(path)] for path in found if path}
 
 
-def _cuda_options(toolkit: Path, arch: str, launcher: str | None) -> dict[str, str | Path]:
+def _cuda_options(cuda: cudawheel.Target, launcher: str | None) -> dict[str, str | Path]:
     options: dict[str, str | Path] = {
         "onnxruntime_USE_CUDA": "ON",
-        "onnxruntime_CUDA_HOME": toolkit,
-        "onnxruntime_CUDNN_HOME": toolkit,
-        "CUDAToolkit_ROOT": toolkit,
-        "CMAKE_CUDA_COMPILER": toolkit / "bin" / "nvcc",
-        "CMAKE_CUDA_ARCHITECTURES": arch,
+        "onnxruntime_CUDA_HOME": cuda.toolkit,
+        "onnxruntime_CUDNN_HOME": cuda.toolkit,
+        "CUDAToolkit_ROOT": cuda.toolkit,
+        "CMAKE_CUDA_COMPILER": cuda.toolkit / "bin" / "nvcc",
+        "CMAKE_CUDA_ARCHITECTURES": cuda.architectures,
+        # The libraries go from the build directory into the wheel as they are.
+        "CMAKE_BUILD_WITH_INSTALL_RPATH": "ON",
+        "CMAKE_INSTALL_RPATH": ";".join(cudawheel.runpath(cuda.version)),
         # 0 would mean one thread per processor in each of ninja's jobs, each with gigabytes of its own.
         "onnxruntime_NVCC_THREADS": "1",
     }

@@ -5,7 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbuild import checkout, configure, deps, doctor, log, ninja, patchset, stamps, testrun, toolchain, toolkit, venv
+from kvbuild import (
+    checkout,
+    configure,
+    cudawheel,
+    deps,
+    doctor,
+    log,
+    ninja,
+    patchset,
+    stamps,
+    testrun,
+    toolchain,
+    toolkit,
+    venv,
+)
 from kvbuild import wheel as wheels
 from kvbuild.errors import BuildError, SourceError
 from kvbuild.git import Git
@@ -119,8 +133,15 @@ def _inputs(run: Run, tree: _Tree) -> configure.Inputs:
     return configure.Inputs(
         dependencies=fetched["dependencies"],
         patchset=f"{digest}-edited" if edited else digest,
-        toolkit=Path(fetched["toolkit"]) if "toolkit" in fetched else None,
-        cuda_arch=fetched.get("cuda_arch", ""),
+        cuda=_cuda_target(fetched),
+    )
+
+
+def _cuda_target(fetched: Outputs) -> cudawheel.Target | None:
+    if "toolkit" not in fetched:
+        return None
+    return cudawheel.Target(
+        version=fetched["cuda_version"], architectures=fetched["cuda_arch"], toolkit=Path(fetched["toolkit"])
     )
 
 
@@ -189,8 +210,9 @@ def _wheel_digest(run: Run) -> str:
 
 def _wheel(run: Run) -> Outputs:
     log_path = run.log_path("wheel")
-    path = wheels.pack(run.cfg, run.base, run.outputs["fetch"].get("cuda_version", ""), log_path)
-    made = wheels.check(run.cfg, run.base, path, run.outputs["configure"]["patchset"], log_path)
+    cuda = _cuda_target(run.outputs["fetch"])
+    path = wheels.pack(run.cfg, run.base, cuda, log_path)
+    made = wheels.check(run.cfg, run.base, path, run.outputs["configure"]["patchset"], log_path, cuda)
     return {
         "path": str(made.path),
         "file": stamps.file_id(made.path),

@@ -15,8 +15,8 @@ from kvbuild.download import Pin, obtain, pip_route
 from kvbuild.errors import EnvironmentProblem, UsageError
 
 MIN_CUDNN = 9
-DEFAULT_ARCH = "80;90"
-"""Compiled for when no GPU is in the machine and none is named."""
+DEFAULT_ARCH = "80-real;90"
+"""Compiled for when no GPU is in the machine and none is named: later GPUs translate the PTX of the last."""
 _ARCH = re.compile(r"(\d{2,3}[af]?)(-real|-virtual)?")
 _LIB_FOLDERS = ("lib64", "lib", "lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu")
 _VERSIONED = re.compile(r"(lib[^.]+\.so)\.[\d.]+")

@@ -11,7 +11,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 from typing import Any
 
-from kvbuild import configure, proc, venv
+from kvbuild import configure, cudawheel, log, proc, venv
 from kvbuild.config import Base, Config
 from kvbuild.download import digest_file
 from kvbuild.errors import BuildError
@@ -34,12 +34,12 @@ def local_version(base: Base) -> str:
     return f"+kvq.{base.revision}"
 
 
-def pack(cfg: Config, base: Base, cuda_version: str, log_path: Path) -> Path:
+def pack(cfg: Config, base: Base, cuda: cudawheel.Target | None, log_path: Path) -> Path:
     """Run upstream's setup.py in the build directory; returns the finished file in `cfg.dist_dir`."""
     # setup.py adds to what an earlier run left in these folders.
     for stale in ("dist", "build"):
         shutil.rmtree(cfg.build_dir / stale, ignore_errors=True)
-    flags = ["--wheel_name_suffix=gpu", f"--cuda_version={cuda_version}"] if cfg.cuda_home else []
+    flags = ["--wheel_name_suffix=gpu", f"--cuda_version={cuda.version}"] if cuda else []
     cmd: proc.Command = [venv.build_python(cfg), cfg.src / "setup.py", "bdist_wheel", *flags]
     env = {**configure.environment(cfg), "KVQ_LOCAL_VERSION": local_version(base)}
     proc.run(cmd, cwd=cfg.build_dir, env=env, log=log_path, what="setup.py bdist_wheel")
@@ -52,9 +52,11 @@ def pack(cfg: Config, base: Base, cuda_version: str, log_path: Path) -> Path:
     return Path(shutil.move(made[0], cfg.dist_dir / made[0].name))
 
 
-def check(cfg: Config, base: Base, wheel: Path, patchset: str, log_path: Path) -> Wheel:
-    """Name, version, size, and an import in an environment that has nothing else. Raises BuildError."""
-    expected = f"onnxruntime{'-gpu' if cfg.cuda_home else ''}", base.version + local_version(base)
+def check(
+    cfg: Config, base: Base, wheel: Path, patchset: str, log_path: Path, cuda: cudawheel.Target | None = None
+) -> Wheel:
+    """Name, version, size, device code, and an import where nothing else is installed. Raises BuildError."""
+    expected = f"onnxruntime{'-gpu' if cuda else ''}", base.version + local_version(base)
     if (found := _metadata(wheel)) != expected:
         msg = f"{wheel.name} is {' '.join(found)}, expected {' '.join(expected)}"
         raise BuildError(msg, "the patch that gives the wheel its version is not in effect", f"see {log_path}")
@@ -62,11 +64,13 @@ def check(cfg: Config, base: Base, wheel: Path, patchset: str, log_path: Path) -
     if size < SMALLEST_MIB * MIB:
         msg = f"{wheel.name} has {size / MIB:.1f} MiB only"
         raise BuildError(msg, "the native library is not in it", f"see {log_path}")
-    info = _import(cfg, wheel, log_path)
+    if cuda:
+        log.info(f"  CUDA provider: code for {cudawheel.check(wheel, cuda, cfg.base_dir)}")
+    info = _import(cfg, wheel, log_path, cuda)
     if patchset not in info["build_info"]:
         msg = f"the library in {wheel.name} does not name the patch set {patchset}: {info['build_info']}"
         raise BuildError(msg, "it was compiled before the last change of the patch set", "run again with --from build")
-    if cfg.cuda_home and "CUDAExecutionProvider" not in info["providers"]:
+    if cuda and "CUDAExecutionProvider" not in info["providers"]:
         msg = f"the library in {wheel.name} has no CUDA provider, only {', '.join(info['providers'])}"
         raise BuildError(msg, "an option after -- turned it off", f"see {log_path}")
     return Wheel(path=wheel, size=size, sha256=digest_file(wheel), build_info=info["build_info"])
@@ -94,7 +98,7 @@ print(json.dumps(dict(file=ort.__file__, version=ort.__version__, build_info=ort
 """
 
 
-def _import(cfg: Config, wheel: Path, log_path: Path) -> dict[str, Any]:
+def _import(cfg: Config, wheel: Path, log_path: Path, cuda: cudawheel.Target | None) -> dict[str, Any]:
     """Import the wheel from a fresh environment. Its CUDA libraries load on demand, so no GPU is needed."""
     with tempfile.TemporaryDirectory(dir=cfg.base_dir, prefix="venv-import-") as folder:
         python = venv.ensure(cfg, Path(folder), [venv.test_requirements(cfg)], log_path, wheels=[wheel])
@@ -105,6 +109,8 @@ def _import(cfg: Config, wheel: Path, log_path: Path) -> dict[str, Any]:
         if not Path(info["file"]).is_relative_to(Path(folder).resolve()):
             msg = f"import onnxruntime took {info['file']} instead of the wheel"
             raise BuildError(msg, "another ONNX Runtime is visible in fresh environments of this interpreter")
+        if cuda:
+            cudawheel.check_loads(python, cuda, Path(folder))
     return info
 
 

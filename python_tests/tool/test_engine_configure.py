@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbuild import configure, venv
+from kvbuild import configure, cudawheel, venv
 from kvbuild.config import Config
 from kvbuild.configure import GENERATED_OPS, Inputs
 from kvbuild.errors import BuildError
@@ -61,10 +61,14 @@ def test_decoder_profile_reduces_operators(cfg: Config) -> None:
 
 def test_cuda_options(cfg: Config, tmp_path: Path) -> None:
     cuda = replace(cfg, cuda_home=tmp_path)
-    found = options(cuda, replace(INPUTS, toolkit=tmp_path / "tree", cuda_arch="90-real"))
+    target = cudawheel.Target(version="13.0", architectures="90-real", toolkit=tmp_path / "tree")
+    found = options(cuda, replace(INPUTS, cuda=target))
     assert found["CMAKE_CUDA_ARCHITECTURES"] == "90-real"
     assert found["CMAKE_CUDA_COMPILER"] == str(tmp_path / "tree" / "bin" / "nvcc")
     assert found["onnxruntime_NVCC_THREADS"] == "1"  # a number, and never 0
+    # No folder of this machine goes into the wheel.
+    assert found["CMAKE_BUILD_WITH_INSTALL_RPATH"] == "ON"
+    assert all(folder.startswith("$ORIGIN") for folder in found["CMAKE_INSTALL_RPATH"].split(";"))
     assert not any("CUDA" in name for name in options(cfg))
 
 

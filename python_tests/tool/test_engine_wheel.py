@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbuild import testrun, venv, wheel
+from kvbuild import cudawheel, testrun, venv, wheel
 from kvbuild.config import Config
 from kvbuild.errors import BuildError, TestFailure
 from python_tests.tool.engine import REPO, executable, make_base, make_cfg
@@ -47,14 +47,14 @@ def imported(build_info: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_packed_anew_with_the_local_version(cfg: Config) -> None:
-    path = wheel.pack(cfg, BASE, "", cfg.logs / "wheel.log")
+    path = wheel.pack(cfg, BASE, None, cfg.logs / "wheel.log")
     assert path == cfg.dist_dir / "onnxruntime-1.21.0+kvq.7-cp311-cp311-linux_x86_64.whl"
     assert [file.name for file in cfg.dist_dir.iterdir()] == [path.name]
 
 
 def test_checked_wheel_is_described(cfg: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     imported("ORT Build Info: kv-patchset=0123456789ab", monkeypatch)
-    path = wheel.pack(cfg, BASE, "", cfg.logs / "wheel.log")
+    path = wheel.pack(cfg, BASE, None, cfg.logs / "wheel.log")
     made = wheel.check(cfg, BASE, path, "0123456789ab", cfg.logs / "wheel.log")
     assert made.size == path.stat().st_size
     assert "0123456789ab" in made.build_info
@@ -62,7 +62,7 @@ def test_checked_wheel_is_described(cfg: Config, monkeypatch: pytest.MonkeyPatch
 
 def test_wheel_of_another_patch_set_is_refused(cfg: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     imported("ORT Build Info: kv-patchset=ffffffffffff", monkeypatch)
-    path = wheel.pack(cfg, BASE, "", cfg.logs / "wheel.log")
+    path = wheel.pack(cfg, BASE, None, cfg.logs / "wheel.log")
     with pytest.raises(BuildError, match="does not name the patch set 0123456789ab"):
         wheel.check(cfg, BASE, path, "0123456789ab", cfg.logs / "wheel.log")
 
@@ -70,7 +70,7 @@ def test_wheel_of_another_patch_set_is_refused(cfg: Config, monkeypatch: pytest.
 def test_wheel_without_its_version_is_refused(cfg: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     imported("", monkeypatch)
     (cfg.src / "setup.py").write_text(SETUP.replace('os.environ["KVQ_LOCAL_VERSION"]', '""'))
-    path = wheel.pack(cfg, BASE, "", cfg.logs / "wheel.log")
+    path = wheel.pack(cfg, BASE, None, cfg.logs / "wheel.log")
     with pytest.raises(BuildError, match=r"is onnxruntime 1\.21\.0, expected onnxruntime 1\.21\.0\+kvq\.7"):
         wheel.check(cfg, BASE, path, "", cfg.logs / "wheel.log")
 
@@ -78,7 +78,7 @@ def test_wheel_without_its_version_is_refused(cfg: Config, monkeypatch: pytest.M
 def test_wheel_without_a_library_is_refused(cfg: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     imported("", monkeypatch)
     (cfg.src / "setup.py").write_text(SETUP.replace("4 << 20", "10"))
-    path = wheel.pack(cfg, BASE, "", cfg.logs / "wheel.log")
+    path = wheel.pack(cfg, BASE, None, cfg.logs / "wheel.log")
     with pytest.raises(BuildError, match="MiB only"):
         wheel.check(cfg, BASE, path, "", cfg.logs / "wheel.log")
 
@@ -90,13 +90,15 @@ def test_wheel_with_cuda_has_its_name_and_provider(
     cuda = replace(cfg, cuda_home=tmp_path)
     cuda.build_dir.mkdir()
     monkeypatch.setattr(wheel, "_import", lambda *_args: {"build_info": "", "providers": providers})
-    path = wheel.pack(cuda, BASE, "13.0", cfg.logs / "wheel.log")
+    target = cudawheel.Target(version="13.0", architectures="90-real", toolkit=tmp_path)
+    monkeypatch.setattr(cudawheel, "check", lambda *_args: "sm_90")
+    path = wheel.pack(cuda, BASE, target, cfg.logs / "wheel.log")
     assert path.name.startswith("onnxruntime_gpu-")
     if len(providers) > 1:
-        wheel.check(cuda, BASE, path, "", cfg.logs / "wheel.log")
+        wheel.check(cuda, BASE, path, "", cfg.logs / "wheel.log", target)
         return
     with pytest.raises(BuildError, match="no CUDA provider, only CPUExecutionProvider"):
-        wheel.check(cuda, BASE, path, "", cfg.logs / "wheel.log")
+        wheel.check(cuda, BASE, path, "", cfg.logs / "wheel.log", target)
 
 
 @pytest.fixture(scope="module")
