@@ -229,7 +229,7 @@ def _parser() -> argparse.ArgumentParser:
     what("--python", help="interpreter that the wheel is for (default: the one that runs build.py)")
     what("--cuda-home", help="CUDA toolkit; builds onnxruntime-gpu")
     what("--cudnn-home", help="cuDNN 9 (default: the toolkit's, else a pinned package)")
-    what("--cuda-arch", help="such as 90-real or 80;90 (default: the GPUs of this machine)")
+    what("--cuda-arch", help="such as 90-real or 80;90 (default: the GPUs of this machine, else 80-real;90)")
     where = parser.add_argument_group("where from, where to").add_argument
     where("--source", default="auto", help="git, debian, or the path of an unpacked tree or archive (default: auto)")
     where("--mirror", action="append", default=[], metavar="DIR", help="look for downloads here first; repeatable")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from importlib.metadata import requires
 from pathlib import Path
 
 import onnxruntime as ort
@@ -36,3 +38,18 @@ def test_no_folder_of_the_build_machine(provider_path: Path) -> None:
     runpath = sharedlib.inspect(provider_path).runpath
     assert runpath
     assert all(folder.split("/")[0] == "$ORIGIN" for folder in runpath), runpath
+
+
+def test_preload_knows_the_needed_libraries(provider_path: Path) -> None:
+    """preload_dlls loads what the provider needs, by the very names."""
+    needed = {name for name in sharedlib.inspect(provider_path).needed if re.match("libcu(?!dnn_)", name)}
+    assert needed <= {path[-1] for path in ort._get_nvidia_dll_paths(is_windows=False)}
+
+
+def test_extras_name_the_packages_of_the_release(provider_path: Path) -> None:
+    """The extras cuda and cudnn are those of the CUDA release that the provider is linked with."""
+    required = requires("onnxruntime-gpu") or []
+    major = ort.cuda_version.split(".")[0]
+    for extra, package in (("cuda", "nvidia-cuda-runtime"), ("cudnn", "nvidia-cudnn")):
+        (row,) = (row for row in required if row.startswith(package) and f'extra == "{extra}"' in row.replace("'", '"'))
+        assert f"-cu{major}" in row or f"~={major}." in row, row

@@ -155,7 +155,7 @@ def test_architectures_of_this_machine(tmp_path: Path, cuda: Path, monkeypatch: 
     monkeypatch.setattr(toolchain, "gpu_architectures", lambda: ["80", "90"])
     assert toolkit.architectures(cfg, cuda) == "80-real;90-real"
     monkeypatch.setattr(toolchain, "gpu_architectures", list)
-    assert toolkit.architectures(cfg, cuda) == toolkit.DEFAULT_ARCH
+    assert toolkit.architectures(cfg, cuda) == "80-real;90"
 
 
 def test_gpus_as_the_driver_lists_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
