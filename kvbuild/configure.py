@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import filecmp
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbuild import cudawheel, log, proc, stamps, venv
+from kvbuild import cudawheel, log, operators, proc, stamps, venv
 from kvbuild.config import Base, Config
 from kvbuild.errors import BuildError
 from kvbuild.toolchain import find_compiler
-
-GENERATED_OPS = "op_reduction.generated"
-"""The folder that ONNX Runtime's operator reduction writes and its CMake files read."""
-
 
 _FLAG_VARIABLES = ("CFLAGS", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS", "CC", "CXX", "CUDAHOSTCXX", "CMAKE_PREFIX_PATH")
 """Variables of the user's that CMake reads."""
@@ -72,6 +68,8 @@ def command(cfg: Config, base: Base, inputs: Inputs) -> list[str | Path]:
         options |= {"CMAKE_C_COMPILER_LAUNCHER": launcher, "CMAKE_CXX_COMPILER_LAUNCHER": launcher}
     if inputs.cuda:
         options |= _cuda_options(inputs.cuda, launcher)
+        if cfg.profile == "decoder":
+            options |= _decoder_cuda_options(inputs.cuda.architectures)
     flags = [f"-D{name}={value}" for name, value in options.items()]
     return [tools / "cmake", "-S", cfg.src / "cmake", "-B", cfg.build_dir, "-G", "Ninja", *flags, *cfg.cmake_args]
 
@@ -89,7 +87,7 @@ def environment(cfg: Config) -> dict[str, str | None]:
 def run(cfg: Config, base: Base, inputs: Inputs, log_path: Path) -> None:
     """Configure from scratch while keeping objects: ninja rebuilds what another command line or header asks for."""
     if cfg.profile == "decoder":
-        _reduce_operators(cfg, inputs.cuda is not None, log_path)
+        operators.reduce(cfg, venv.build_python(cfg), environment(cfg), log_path)
     # Options of an earlier run must not survive in the cache. (cmake --fresh would delete the objects as well.)
     (cfg.build_dir / "CMakeCache.txt").unlink(missing_ok=True)
     for detected in cfg.build_dir.glob("CMakeFiles/[0-9]*"):
@@ -111,7 +109,7 @@ def digest(cfg: Config, base: Base, inputs: Inputs, source_names: str) -> str:
             "variables": {name: os.environ.get(name) for name in _FLAG_VARIABLES},
             "names": source_names,
             "precompiled": (cfg.data / "precompile.cmake").read_text(encoding="utf-8"),
-            "operators": _operators(cfg).read_text(encoding="utf-8") if cfg.profile == "decoder" else "",
+            "operators": operators.configuration(cfg).read_text(encoding="utf-8") if cfg.profile == "decoder" else "",
         }
     )
 
@@ -144,29 +142,15 @@ def _cuda_options(cuda: cudawheel.Target, launcher: str | None) -> dict[str, str
     return options | ({"CMAKE_CUDA_COMPILER_LAUNCHER": launcher} if launcher else {})
 
 
-def _reduce_operators(cfg: Config, cuda: bool, log_path: Path) -> None:
-    """Write the reduced kernel registrations; files that stay the same keep their mtime, so nothing recompiles."""
-    scratch = cfg.base_dir / "op-reduction.part"
-    shutil.rmtree(scratch, ignore_errors=True)
-    script = cfg.src / "tools" / "ci_build" / "reduce_op_kernels.py"
-    flags = ["--use_cuda"] if cuda else []
-    cmd: proc.Command = [venv.build_python(cfg), script, _operators(cfg), "--cmake_build_dir", scratch, *flags]
-    proc.run(cmd, env=environment(cfg), log=log_path, what="reduce_op_kernels.py")
-    fresh, target = scratch / GENERATED_OPS, cfg.build_dir / GENERATED_OPS
-    for old in sorted(target.rglob("*"), reverse=True):
-        if old.is_file() and not (fresh / old.relative_to(target)).exists():
-            old.unlink()
-    for new in (path for path in fresh.rglob("*") if path.is_file()):
-        old = target / new.relative_to(fresh)
-        if not old.exists() or not filecmp.cmp(new, old, shallow=False):
-            old.parent.mkdir(parents=True, exist_ok=True)
-            new.replace(old)
-    shutil.rmtree(scratch)
-
-
-def _operators(cfg: Config) -> Path:
-    """The operators that the decoder profile keeps, in ONNX Runtime's own configuration format."""
-    return cfg.data / "decoder.config"
+def _decoder_cuda_options(architectures: str) -> dict[str, str | Path]:
+    """Kernels that a language model does not need: convolutions in NHWC, and other ways to compute attention."""
+    # Flash attention asks for compute capability 8.0 to 9.0; elsewhere GroupQueryAttention needs the other kernel.
+    flash_everywhere = all(re.fullmatch(r"(8\d|90)a?-real", arch) for arch in architectures.split(";"))
+    return {
+        "onnxruntime_USE_CUDA_NHWC_OPS": "OFF",
+        "onnxruntime_USE_LEAN_ATTENTION": "OFF",
+        "onnxruntime_USE_MEMORY_EFFICIENT_ATTENTION": "OFF" if flash_everywhere else "ON",
+    }
 
 
 def _pybind11(cfg: Config) -> Path:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvbuild import configure, cudawheel, venv
+from kvbuild import configure, cudawheel, operators, venv
 from kvbuild.config import Config
-from kvbuild.configure import GENERATED_OPS, Inputs
+from kvbuild.configure import Inputs
 from kvbuild.errors import BuildError
 from python_tests.tool.engine import executable, make_base, make_cfg
 
@@ -70,6 +70,19 @@ def test_cuda_options(cfg: Config, tmp_path: Path) -> None:
     assert found["CMAKE_BUILD_WITH_INSTALL_RPATH"] == "ON"
     assert all(folder.startswith("$ORIGIN") for folder in found["CMAKE_INSTALL_RPATH"].split(";"))
     assert not any("CUDA" in name for name in options(cfg))
+
+
+@pytest.mark.parametrize(
+    ("architectures", "expected"),
+    [("90-real", "OFF"), ("80-real;86-real", "OFF"), ("80-real;90", "ON"), ("75-real", "ON"), ("120-real", "ON")],
+)
+def test_decoder_profile_keeps_an_attention_kernel_for_every_gpu(
+    cfg: Config, tmp_path: Path, architectures: str, expected: str
+) -> None:
+    target = cudawheel.Target(version="13.0", architectures=architectures, toolkit=tmp_path)
+    found = options(replace(cfg, cuda_home=tmp_path, profile="decoder"), replace(INPUTS, cuda=target))
+    assert found["onnxruntime_USE_MEMORY_EFFICIENT_ATTENTION"] == expected
+    assert "onnxruntime_USE_FLASH_ATTENTION" not in found
 
 
 def test_compiler_cache_keys_are_shared_by_clones(cfg: Config) -> None:
@@ -160,7 +173,7 @@ def test_reduced_registrations_keep_their_mtime_when_equal(cfg: Config) -> None:
     cfg.data.mkdir(parents=True)
     (cfg.data / "decoder.config").write_text("a.cc b.cc")
     configure.run(cfg, BASE, INPUTS, cfg.logs / "configure.log")
-    folder = cfg.build_dir / GENERATED_OPS
+    folder = cfg.build_dir / operators.GENERATED
     os.utime(folder / "a.cc", (1, 1))
     (cfg.data / "decoder.config").write_text("a.cc c.cc")
     configure.run(cfg, BASE, INPUTS, cfg.logs / "configure.log")

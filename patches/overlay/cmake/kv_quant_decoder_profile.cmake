@@ -2,7 +2,8 @@
 #
 # Sources of operators that the decoder profile does not register (kvbuild/data/decoder.config): compiled, they would
 # be dropped by the linker. Expressions match paths below onnxruntime/. Files that the provider bridge
-# (cpu_provider_shared.cc) or a kept operator uses stay, though their operator is gone.
+# (cpu_provider_shared.cc) or a kept operator uses stay, though their operator is gone. Of flash attention, head sizes
+# that decoders hardly have are gone as well (profile_head_sizes.h beside its sources).
 
 set(KV_QUANT_DECODER_EXCLUDES
   "core/providers/cpu/(fp16|ml|optional|rnn|sequence|signal|text)/"
@@ -20,6 +21,22 @@ set(KV_QUANT_DECODER_EXCLUDES
   "contrib_ops/cpu/sparse/"
   "contrib_ops/cpu/tensor/"
   "contrib_ops/cpu/bert/(bifurcation_detector|decoder_masked_multihead_attention|embed_layer_norm|longformer_attention_base|ngram_repeat_block)"
+
+  "core/providers/cuda/(object_detection|rnn)/"
+  "core/providers/cuda/controlflow/scan"
+  "core/providers/cuda/cuda_nhwc_kernels"
+  "core/providers/cuda/generator/random"
+  "core/providers/cuda/math/einsum"
+  "core/providers/cuda/nn/(batch_norm|conv|conv_transpose|instance_norm|instance_norm_impl|lrn|max_pool_with_index|pool|shrink|shrink_impl)\\.cc?u?$"
+  "core/providers/cuda/tensor/(compress|eye_like|grid_sample|onehot|resize|reverse_sequence|sequence_op|space_depth_ops|upsample)"
+  "contrib_ops/cuda/(aten_ops|collective|diffusion|moe|sparse|tensor|transformers)/"
+  "contrib_ops/cuda/(conv_transpose_with_dynamic_pads|fused_conv|inverse)\\.cc"
+  "contrib_ops/cuda/bert/(attention|decoder_attention|decoder_attention_impl|decoder_masked_multihead_attention|decoder_masked_self_attention)\\.c[cu]$"
+  "contrib_ops/cuda/bert/(embed_layer_norm|gemma_rotary_emb|longformer|ngram_repeat_block|packed_|relative_attn_bias|remove_padding|restore_padding)"
+  "contrib_ops/cuda/bert/flash_attention/flash_fwd(_split)?_hdim(160|192|224)_"
+  "contrib_ops/cuda/math/(bias_dropout|bias_softmax|bitmask_dropout|complex_mul|fft_ops|gemm_float8|isfinite)"
+  "contrib_ops/cuda/quantization/(attention_quantization|dequantize_blockwise_bnb4|matmul_bnb4|moe_quantization|quantize_dequantize_linear)"
+  "contrib_ops/cuda/quantization/qordered_ops/"
 )
 
 # Removes those sources from the list variable that is named.
@@ -28,6 +45,8 @@ function(kv_quant_filter_decoder_sources sources)
     foreach(expression IN LISTS KV_QUANT_DECODER_EXCLUDES)
       list(FILTER ${sources} EXCLUDE REGEX "/onnxruntime/${expression}")
     endforeach()
+    set_source_files_properties("${ONNXRUNTIME_ROOT}/contrib_ops/cuda/bert/flash_attention/flash_api.cc"
+      PROPERTIES COMPILE_DEFINITIONS KVQ_DECODER_PROFILE)
     set(${sources} ${${sources}} PARENT_SCOPE)
   endif()
 endfunction()
