@@ -5,13 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from python_tests.op.gqa_case import Case, make_inputs, make_past, poisoned_cache
-from python_tests.op.gqa_model import CPU, Outcome, Provider, call
+from python_tests.op.gqa_model import Misalign, Outcome, aligned, call
+from python_tests.op.providers import CPU, Provider
 from python_tests.reference import format as kv
 from python_tests.reference.format import Array, CacheDtype, Granularity
 from python_tests.reference.step import Cache, Expected, Inputs, run_step
 
-# Rounding floors in units of the row's magnitude: a few float32 units, and one unit of a float16 output.
-FLOORS = {np.dtype(np.float32): 2.0**-20, np.dtype(np.float16): 2.0**-10}
+# Rounding floors in units of the row's magnitude: a few float32 units, one unit of a float16 output, and a quarter of
+# one of a bfloat16 output, whose rounding the other part of the bound has twice.
+FLOORS = {"float32": 2.0**-20, "float16": 2.0**-10, "bfloat16": 2.0**-9}
 
 # The part of the output bound that each verified case used; the test report ends with the largest.
 USED_FRACTIONS: dict[str, float] = {}
@@ -35,7 +37,7 @@ def output_bound(expected: Expected) -> Array:
     with np.errstate(invalid="ignore"):
         error = np.abs(expected.same_precision.astype(np.float64) - expected.output) / magnitude
     relative = float(np.max(error[np.isfinite(error)], initial=0.0))
-    floor = FLOORS[expected.same_precision.dtype] + expected.terms * 2.0**-24
+    floor = FLOORS[expected.half or expected.same_precision.dtype.name] + expected.terms * 2.0**-24
     bound: Array = expected.magnitude * (2 * relative + floor)
     if expected.same_precision.dtype == np.float16:
         bound = bound + 2.0**-24
@@ -148,7 +150,7 @@ def verify(
     inputs: Inputs | None = None,
     past: Cache | None = None,
     threads: int = 2,
-    misalign: int = 0,
+    misalign: Misalign = aligned,
 ) -> tuple[Outcome, Expected]:
     """Run a case, with its own tensors or given ones, and compare everything.
 

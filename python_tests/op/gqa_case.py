@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import numpy as np
 
+from python_tests.op.providers import FloatName, selected
 from python_tests.reference import format as kv
 from python_tests.reference.attention import AttentionOptions
+from python_tests.reference.bfloat16 import round_bfloat16
 from python_tests.reference.format import Array, CacheDtype, Granularity
 from python_tests.reference.step import Cache, Inputs, Operator
 
 POISON_BYTE = 0x7F
-FloatName: TypeAlias = Literal["float32", "float16"]
 RotaryName: TypeAlias = Literal["none", "half", "interleaved"]
 FloatType: TypeAlias = type[np.float32] | type[np.float16]
-FLOAT_TYPES: dict[FloatName, FloatType] = {"float32": np.float32, "float16": np.float16}
+# NumPy has no bfloat16: its values are kept in float32.
+FLOAT_TYPES: dict[FloatName, FloatType] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.float32}
+
+
+def as_type(values: Array, name: FloatName) -> Array:
+    """Values rounded to a type, in its NumPy type."""
+    return round_bfloat16(values) if name == "bfloat16" else np.asarray(values, FLOAT_TYPES[name])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +32,7 @@ class Case:
     """One call. Lengths: `totals` are the tokens T_b after it, one per batch entry; `capacity` rows are in past.
 
     total: the host's total_sequence_length, None = max(totals). A call with total == seq is a prompt.
-    rotary_dim None: the whole head. past_scale multiplies activations, so that codes and scales move.
+    rotary_dim None: the whole head. activation and half_products, see Operator.half: those of the provider under test.
     """
 
     id: str
@@ -33,7 +40,8 @@ class Case:
     k_quant: Granularity = Granularity.PER_TOKEN
     v_quant: Granularity = Granularity.PER_TOKEN
     scale_type: FloatName = "float32"
-    activation: FloatName = "float32"
+    activation: FloatName = field(default_factory=lambda: selected().activations[0])
+    half_products: bool = field(default_factory=lambda: selected().half_products)
     fp8_as_uint8: bool = False
     heads: int = 8
     kv_heads: int = 2
@@ -94,6 +102,7 @@ class Case:
             num_heads=self.heads, kv_num_heads=self.kv_heads, head_size=self.head_size, dtype=self.dtype,
             k_quant=self.k_quant, v_quant=self.v_quant, do_rotary=self.rotary != "none",
             rotary_interleaved=self.rotary == "interleaved", attention=options,
+            half=self.activation if self.half_products and self.activation != "float32" else None,
         )  # fmt: skip
 
     def rng(self, purpose: str) -> np.random.Generator:
@@ -112,10 +121,10 @@ def _rows(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
 
 def make_inputs(case: Case) -> Inputs:
     """Activations, lengths and caches of angles for one call."""
-    rng, kind = case.rng("inputs"), case.activation_type
+    rng, kind = case.rng("inputs"), case.activation
     shape = (case.batch, case.seq)
-    query = rng.standard_normal((*shape, case.heads, case.head_size)).astype(kind)
-    key, value = (_rows(rng, (*shape, case.kv_heads, case.head_size)).astype(kind) for _ in range(2))
+    query = as_type(rng.standard_normal((*shape, case.heads, case.head_size)), kind)
+    key, value = (as_type(_rows(rng, (*shape, case.kv_heads, case.head_size)), kind) for _ in range(2))
     if case.packed:
         joined = np.concatenate([query, key, value], axis=2)
         packed = joined.reshape(*shape, joined.shape[2] * case.head_size)
@@ -130,7 +139,7 @@ def make_inputs(case: Case) -> Inputs:
         total_sequence_length=case.host_total,
         cos_cache=cos,
         sin_cache=sin,
-        head_sink=rng.normal(0, 2, case.heads).astype(kind) if case.sink else None,
+        head_sink=as_type(rng.normal(0, 2, case.heads), kind) if case.sink else None,
     )
 
 
@@ -140,7 +149,7 @@ def _angles(case: Case) -> tuple[Array | None, Array | None]:
     half = (case.rotary_dim or case.head_size) // 2
     rows = case.cos_rows or case.present_capacity + 1
     angles = np.arange(rows)[:, None] * 10000.0 ** (-np.arange(half)[None, :] / half)
-    return np.cos(angles).astype(case.activation_type), np.sin(angles).astype(case.activation_type)
+    return as_type(np.cos(angles), case.activation), as_type(np.sin(angles), case.activation)
 
 
 def static_scale(case: Case, granularity: Granularity, purpose: str) -> Array:
@@ -184,7 +193,7 @@ def make_past(case: Case) -> Cache:
 def fill_rows(case: Case, rows: Array, scale: Array | None, granularity: Granularity, values: Array, b: int) -> None:
     """Quantize values (Hkv, n, D) into the first rows of batch entry b."""
     if case.dtype is None or scale is None:
-        rows[...] = values.astype(rows.dtype)
+        rows[...] = as_type(values, case.activation)
     elif granularity is Granularity.PER_TOKEN:
         codes, scales = kv.quantize_per_token(values, case.dtype, scale.dtype.type)
         rows[...] = codes

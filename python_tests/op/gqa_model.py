@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -11,8 +11,9 @@ import numpy as np
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
-from python_tests.op.gqa_case import Case, FloatName
+from python_tests.op.gqa_case import Case
 from python_tests.op.guarded import GuardedArray
+from python_tests.op.providers import CPU, FloatName, Provider
 from python_tests.reference.format import Array, CacheDtype, Granularity
 from python_tests.reference.step import Cache, Inputs
 
@@ -21,33 +22,17 @@ INPUTS = (
     "position_ids", "attention_bias", "head_sink", "k_scale", "v_scale",
 )  # fmt: skip
 OUTPUTS = ("output", "present_key", "present_value", "output_qk", "present_k_scale", "present_v_scale")
-FLOATS = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
+FLOATS: dict[FloatName, int] = {
+    "float32": int(TensorProto.FLOAT), "float16": int(TensorProto.FLOAT16), "bfloat16": int(TensorProto.BFLOAT16),
+}  # fmt: skip
 Shape: TypeAlias = list[str | int] | None
 InputTypes: TypeAlias = dict[str, tuple[int, Shape]]
-
-
-@dataclass(frozen=True)
-class Provider:
-    """An execution provider under test: its name, the device of its buffers, and the activation types it has.
-
-    exact_ties: whether a code at a rounding boundary must be the reference's, too.
-    """
-
-    name: str
-    device: str
-    activations: tuple[FloatName, ...]
-    exact_ties: bool
-
-
-CPU = Provider("CPUExecutionProvider", "cpu", ("float32", "float16"), True)
-CUDA = Provider("CUDAExecutionProvider", "cuda", ("float16",), False)
-PROVIDERS = {"cpu": CPU, "cuda": CUDA}
 
 
 def cache_element_type(case: Case) -> int:
     """ONNX element type of past_key."""
     if case.dtype is None:
-        return int(FLOATS[case.activation])
+        return FLOATS[case.activation]
     if case.dtype is CacheDtype.FP8:
         return int(TensorProto.UINT8 if case.fp8_as_uint8 else TensorProto.FLOAT8E4M3FN)
     return int(TensorProto.INT8 if case.dtype is CacheDtype.INT8 else TensorProto.UINT8)
@@ -76,7 +61,7 @@ def input_types(case: Case) -> InputTypes:
 
     Only the width of the activations is fixed: 1.21.0 infers a packed query of free width to an output of width 0.
     """
-    activation, cache = int(FLOATS[case.activation]), cache_element_type(case)
+    activation, cache = FLOATS[case.activation], cache_element_type(case)
     width, kv_width = case.heads * case.head_size, case.kv_heads * case.head_size
     if case.packed:
         types: InputTypes = {"query": (activation, ["B", "S", width + 2 * kv_width])}
@@ -95,17 +80,17 @@ def input_types(case: Case) -> InputTypes:
         for name, granularity in (("k_scale", case.k_quant), ("v_scale", case.v_quant)):
             rank = 1 if granularity is Granularity.PER_TENSOR else 4
             dims: list[str | int] = [f"{name}_{i}" for i in range(rank)]
-            types[name] = (int(FLOATS[case.scale_type]), dims)
+            types[name] = (FLOATS[case.scale_type], dims)
     return types
 
 
 def output_types(case: Case) -> dict[str, int]:
     """Element type of every graph output."""
-    types = {"output": int(FLOATS[case.activation])}
+    types = {"output": FLOATS[case.activation]}
     types |= dict.fromkeys(OUTPUTS[1:3], cache_element_type(case))
     if case.dtype is not None:
         sides = (("present_k_scale", case.k_quant), ("present_v_scale", case.v_quant))
-        types |= {name: int(FLOATS[case.scale_type]) for name, g in sides if g is Granularity.PER_TOKEN}
+        types |= {name: FLOATS[case.scale_type] for name, g in sides if g is Granularity.PER_TOKEN}
     return types
 
 
@@ -158,7 +143,7 @@ def make_session(
     options.intra_op_num_threads = threads
     options.log_severity_level = 4
     options.add_session_config_entry("session.disable_cpu_ep_fallback", "0" if provider.device == "cpu" else "1")
-    return ort.InferenceSession(model, options, providers=[provider.name])
+    return ort.InferenceSession(model, options, providers=[provider.session_entry])
 
 
 @lru_cache(maxsize=64)
@@ -170,8 +155,17 @@ def cached_session(model: bytes, provider: Provider, level: str, threads: int) -
 Buffers = dict[str, GuardedArray]
 
 
-def input_buffers(case: Case, inputs: Inputs, past: Cache, provider: Provider, misalign: int = 0) -> Buffers:
-    """Guarded device memory for every graph input of the case, `misalign` elements off a 64-byte boundary."""
+# Bytes that the buffer of a name and element size is moved away from a 64-byte boundary.
+Misalign: TypeAlias = Callable[[str, int], int]
+
+
+def aligned(name: str, element_size: int) -> int:
+    """Every buffer on a 64-byte boundary."""
+    return 0
+
+
+def input_buffers(case: Case, inputs: Inputs, past: Cache, provider: Provider, misalign: Misalign = aligned) -> Buffers:
+    """Guarded device memory for every graph input of the case."""
     arrays: dict[str, Array | None] = {
         "query": inputs.query, "key": inputs.key, "value": inputs.value, "seqlens_k": inputs.seqlens_k,
         "past_key": past.key, "past_value": past.value, "k_scale": past.k_scale, "v_scale": past.v_scale,
@@ -182,17 +176,25 @@ def input_buffers(case: Case, inputs: Inputs, past: Cache, provider: Provider, m
     for name, (element_type, _) in input_types(case).items():
         array = arrays[name]
         assert array is not None, name
-        device = "cpu" if name == "total_sequence_length" else provider.device
-        buffers[name] = GuardedArray(array, element_type, device, misalign * array.itemsize)
+        where = CPU if name == "total_sequence_length" else provider
+        buffers[name] = guarded(name, array, element_type, where, misalign)
     return buffers
 
 
-def output_buffers(case: Case, ins: Buffers, present: Cache | None, provider: Provider, misalign: int = 0) -> Buffers:
+def guarded(name: str, array: Array, element_type: int, provider: Provider, misalign: Misalign) -> GuardedArray:
+    """The array in memory of the provider's device."""
+    size = 2 if element_type == TensorProto.BFLOAT16 else array.itemsize
+    return GuardedArray(array, element_type, provider.device, misalign(name, size), provider.device_id)
+
+
+def output_buffers(
+    case: Case, ins: Buffers, present: Cache | None, provider: Provider, misalign: Misalign = aligned
+) -> Buffers:
     """Memory of the outputs: the caches of `ins` again when present is None, else separate copies of present."""
     shape = (case.batch, case.seq, case.heads * case.head_size)
     types = output_types(case)
     poison = np.full(shape, 77, case.activation_type)
-    buffers = {"output": GuardedArray(poison, types["output"], provider.device, misalign * poison.itemsize)}
+    buffers = {"output": guarded("output", poison, types["output"], provider, misalign)}
     for name in [n for n in OUTPUTS[1:] if n in types]:
         source = name.replace("present", "past") if name in OUTPUTS[1:3] else name.removeprefix("present_")
         if present is None:
@@ -201,18 +203,22 @@ def output_buffers(case: Case, ins: Buffers, present: Cache | None, provider: Pr
             array = {"past_key": present.key, "past_value": present.value, "k_scale": present.k_scale}.get(source)
             array = present.v_scale if array is None else array
             assert array is not None, name
-            buffers[name] = GuardedArray(array, types[name], provider.device, misalign * array.itemsize)
+            buffers[name] = guarded(name, array, types[name], provider, misalign)
     return buffers
+
+
+def bind(session: ort.InferenceSession, ins: Buffers, outs: Buffers) -> ort.IOBinding:
+    """A binding of raw pointers into the buffers, which must outlive it."""
+    binding = session.io_binding()
+    for calls, buffers in ((binding.bind_input, ins), (binding.bind_output, outs)):
+        for name, x in buffers.items():
+            calls(name, x.device, x.device_id, x.element_type, list(x.shape), x.pointer)
+    return binding
 
 
 def run(session: ort.InferenceSession, ins: Buffers, outs: Buffers) -> None:
     """Run with raw pointers into the buffers. Errors are onnxruntime's own exceptions."""
-    binding = session.io_binding()
-    for name, buffer in ins.items():
-        binding.bind_input(name, buffer.device, 0, buffer.element_type, list(buffer.shape), buffer.pointer)
-    for name, buffer in outs.items():
-        binding.bind_output(name, buffer.device, 0, buffer.element_type, list(buffer.shape), buffer.pointer)
-    session.run_with_iobinding(binding)
+    session.run_with_iobinding(bind(session, ins, outs))
 
 
 @dataclass(frozen=True)
@@ -241,7 +247,7 @@ def call(
     *,
     level: str = "ORT_ENABLE_ALL",
     threads: int = 2,
-    misalign: int = 0,
+    misalign: Misalign = aligned,
 ) -> Outcome:
     """One call of the case's node. present None: past and present are the same memory."""
     session = cached_session(build_model(case), provider, level, threads)

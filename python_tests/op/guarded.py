@@ -2,55 +2,101 @@
 
 from __future__ import annotations
 
+import os
+from typing import Protocol
+
 import numpy as np
-import onnxruntime as ort
+from onnx import TensorProto
 
-from python_tests.reference.format import Array
+from python_tests.op.cuda_runtime import DeviceMemory
+from python_tests.reference.bfloat16 import pack_bfloat16, unpack_bfloat16
+from python_tests.reference.format import U8, Array
 
-GUARD_BYTES = 256
 GUARD_VALUE = 0xA5
+# Under compute-sanitizer an allocation must end where the array ends: what lies behind it is then found by the tool.
+EXACT_VARIABLE = "KV_QUANT_EXACT_ALLOCATIONS"
+
+
+def guard_bytes() -> int:
+    """Bytes on either side of an array."""
+    return 256 if os.environ.get(EXACT_VARIABLE, "0") in ("", "0") else 0
+
+
+class Memory(Protocol):
+    """Bytes at an address."""
+
+    pointer: int
+
+    def write(self, array: Array, offset: int = 0) -> None:
+        """Copy an array's bytes to an offset."""
+
+    def read(self, offset: int = 0, size: int | None = None) -> U8:
+        """A copy of bytes."""
+
+
+class HostMemory:
+    """NumPy's memory, aligned to 64 bytes."""
+
+    def __init__(self, size: int, fill: int) -> None:
+        storage = np.full(size + 64, fill, np.uint8)
+        start = -storage.ctypes.data % 64
+        self.bytes = storage[start : start + size]
+        self.pointer = int(storage.ctypes.data) + start
+
+    def write(self, array: Array, offset: int = 0) -> None:
+        """Copy an array's bytes to an offset."""
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self.bytes[offset : offset + data.size] = data
+
+    def read(self, offset: int = 0, size: int | None = None) -> U8:
+        """A copy of bytes."""
+        return self.bytes[offset : None if size is None else offset + size].copy()
 
 
 class GuardedArray:
     """An array inside a larger allocation whose other bytes are known, so that a stray write shows.
 
+    bfloat16 elements are float32 on this side, and every value must be one that bfloat16 has.
     misalign: bytes that the first element is moved away from a 64-byte boundary.
     """
 
-    def __init__(self, array: Array, element_type: int, device: str = "cpu", misalign: int = 0) -> None:
-        self.shape, self.dtype, self.element_type, self.device = array.shape, array.dtype, element_type, device
-        storage = np.full(array.nbytes + 2 * GUARD_BYTES + 64, GUARD_VALUE, np.uint8)
-        base = storage.ctypes.data if device == "cpu" else 0
-        self._start = GUARD_BYTES + (-(base + GUARD_BYTES)) % 64 + misalign
-        self._stop = self._start + array.nbytes
-        storage[self._start : self._stop] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        # On the CPU an OrtValue refers to the NumPy memory, elsewhere it holds a copy.
-        self._storage = storage
-        self._value = ort.OrtValue.ortvalue_from_numpy(storage, device, 0)
-        self.pointer = self._value.data_ptr() + self._start
+    def __init__(
+        self, array: Array, element_type: int, device: str = "cpu", misalign: int = 0, device_id: int = 0
+    ) -> None:
+        self.shape, self.dtype, self.element_type = array.shape, array.dtype, element_type
+        self.device, self.device_id = device, device_id
+        stored = self._packed(array)
+        self.nbytes = stored.nbytes
+        guard = guard_bytes()
+        self.start = guard + misalign
+        self._size = self.start + self.nbytes + guard
+        self.memory: Memory = (
+            HostMemory(self._size, GUARD_VALUE) if device == "cpu" else DeviceMemory(self._size, device_id, GUARD_VALUE)
+        )
+        self.memory.write(stored, self.start)
+        self.pointer = self.memory.pointer + self.start
 
-    def _bytes(self) -> Array:
-        if self.device == "cpu":
-            return self._storage
-        copied: Array = self._value.numpy()
-        return copied
+    def _packed(self, array: Array) -> Array:
+        if self.element_type != TensorProto.BFLOAT16:
+            return array
+        bits = pack_bfloat16(array)
+        assert np.array_equal(unpack_bfloat16(bits), array, equal_nan=True), "values that bfloat16 does not have"
+        return bits
 
     def read(self) -> Array:
         """A copy of the array as it is now."""
-        return self._bytes()[self._start : self._stop].copy().view(self.dtype).reshape(self.shape)
+        stored = self.memory.read(self.start, self.nbytes)
+        if self.element_type == TensorProto.BFLOAT16:
+            return unpack_bfloat16(stored.view(np.uint16)).reshape(self.shape)
+        return stored.view(self.dtype).reshape(self.shape)
 
     def write(self, array: Array) -> None:
         """Replace the contents; shape and type stay."""
         assert (array.shape, array.dtype) == (self.shape, self.dtype), (array.shape, array.dtype)
-        storage = self._bytes().copy()
-        storage[self._start : self._stop] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        if self.device == "cpu":
-            self._storage[:] = storage
-        else:
-            self._value.update_inplace(storage)
+        self.memory.write(self._packed(array), self.start)
 
     def stray_writes(self) -> list[int]:
         """Byte offsets relative to the array at which a guard was overwritten."""
-        storage = self._bytes()
-        changed = np.flatnonzero(storage != GUARD_VALUE)
-        return [int(i) - self._start for i in changed if not self._start <= i < self._stop]
+        stop = self.start + self.nbytes
+        sides = ((-self.start, self.memory.read(0, self.start)), (self.nbytes, self.memory.read(stop)))
+        return [first + int(i) for first, side in sides for i in np.flatnonzero(side != GUARD_VALUE)]

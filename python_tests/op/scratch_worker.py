@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from python_tests.op.gqa_case import Case, make_inputs, poisoned_cache
-from python_tests.op.gqa_model import CPU, build_model, input_buffers, make_session, output_buffers, run
+from python_tests.op.gqa_model import build_model, input_buffers, make_session, output_buffers, run
+from python_tests.op.providers import CPU
 from python_tests.reference.format import CacheDtype
 
 

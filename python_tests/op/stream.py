@@ -10,13 +10,13 @@ from python_tests.op.checks import check_cache, check_output
 from python_tests.op.gqa_case import Case, make_inputs, poisoned_cache
 from python_tests.op.gqa_model import (
     Buffers,
-    Provider,
     build_model,
     cached_session,
     input_buffers,
     output_buffers,
     run,
 )
+from python_tests.op.providers import Provider
 from python_tests.reference.format import Array
 from python_tests.reference.step import Cache, Inputs, run_step
 

@@ -13,7 +13,8 @@ import pytest
 
 from python_tests.op.checks import verify
 from python_tests.op.gqa_case import Case, make_inputs, make_past
-from python_tests.op.gqa_model import Provider, build_model, cached_session, input_buffers, output_buffers, run
+from python_tests.op.gqa_model import build_model, cached_session, input_buffers, output_buffers, run
+from python_tests.op.providers import Provider, selected
 from python_tests.reference.format import CacheDtype, Granularity
 
 TILE = 128
@@ -61,11 +62,11 @@ GROUPS = [
 HEAD_SIZES = [
     Case(
         id=f"head-size{d}-{dtype}-{activation}", dtype=dtype, head_size=d, heads=4, kv_heads=2, totals=(133, 5),
-        capacity=140, activation="float16" if activation == "float16" else "float32",
+        capacity=140, activation=activation,
     )
     for d in (8, 16, 24, 40, 64, 72, 80, 88, 96, 128, 192, 248, 256)
     for dtype in FORMATS
-    for activation in ("float32", "float16")
+    for activation in selected().activations
 ]  # fmt: skip
 RAGGED = [
     Case(id=f"ragged-s{s}-{dtype}", dtype=dtype, seq=s, totals=tuple(t + s - 1 for t in MIXED), total=CAPACITY, **SMALL)
@@ -87,8 +88,6 @@ WINDOWS = [
 @pytest.mark.parametrize("case", params(STEPS + PROMPTS + ENDS + GROUPS + HEAD_SIZES + RAGGED + LONG + WINDOWS))
 def test_edge(case: Case, provider: Provider) -> None:
     """Output, bytes, scales, guards and untouched rows of one call."""
-    if case.activation not in provider.activations:
-        case = replace(case, activation="float16")
     _, expected = verify(case, provider)
     fits = [case.prompt or case.seq <= t <= case.present_capacity for t in case.totals]
     assert expected.valid.tolist() == fits
@@ -100,7 +99,7 @@ def test_past_grows(dtype: CacheDtype, provider: Provider) -> None:
     for past, seq in ((5, 1), (0, 3), (127, 2), (128, 1)):
         case = Case(
             id=f"grow-{dtype}-{past}-{seq}", dtype=dtype, capacity=past, seq=seq, totals=(past + seq,) * 2,
-            in_place=False, activation=provider.activations[0], total=past + seq + (past == 0),
+            in_place=False, total=past + seq + (past == 0),
         )  # fmt: skip
         verify(case, provider)
 
@@ -110,21 +109,21 @@ def test_past_grows(dtype: CacheDtype, provider: Provider) -> None:
 def test_element_alignment_is_enough(dtype: CacheDtype, granularity: Granularity, provider: Provider) -> None:
     """Buffers that start one element behind a 64-byte boundary."""
     if provider.device != "cpu":
-        pytest.skip("the alignment that CUDA kernels need is part of their own tests")
-    for activation in ("float32", "float16"):
+        pytest.skip("test_cuda_layout.py has the alignments of the CUDA kernels")
+    for activation in provider.activations:
         case = Case(
             id=f"misaligned-{dtype}-{granularity}", dtype=dtype, k_quant=granularity, v_quant=granularity, seq=3,
-            activation="float16" if activation == "float16" else "float32", rotary="half", totals=(40, 17),
+            activation=activation, rotary="half", totals=(40, 17),
         )  # fmt: skip
-        verify(case, provider, misalign=1)
-        verify(replace(case, in_place=False), provider, misalign=1)
+        for variant in (case, replace(case, in_place=False)):
+            verify(variant, provider, misalign=lambda name, element_size: element_size)
 
 
 @pytest.mark.parametrize("shape", [(2, 0), (0, 1)], ids=["no-rows", "no-batch"])
 def test_empty_call(shape: tuple[int, int], provider: Provider) -> None:
     """No new token, or no batch entry: an error or an empty output, and in both cases an untouched cache."""
     batch, seq = shape
-    case = Case(id="empty", seq=seq, totals=(20,) * batch, total=64, activation=provider.activations[0])
+    case = Case(id="empty", seq=seq, totals=(20,) * batch, total=64)
     inputs, past = make_inputs(case), make_past(case)
     ins = input_buffers(case, inputs, past, provider)
     outs = output_buffers(case, ins, None, provider)
@@ -141,7 +140,7 @@ def test_empty_call(shape: tuple[int, int], provider: Provider) -> None:
 
 def test_all_entries_invalid(provider: Provider) -> None:
     """Nothing is written anywhere and the whole output is NaN, in place and with separate buffers."""
-    case = Case(id="all-invalid", seq=4, totals=(3, 0, 65, -7), total=64, activation=provider.activations[0])
+    case = Case(id="all-invalid", seq=4, totals=(3, 0, 65, -7), total=64)
     for variant in (case, replace(case, in_place=False)):
         outcome, _ = verify(variant, provider)
         assert np.isnan(outcome.output).all()
@@ -149,7 +148,7 @@ def test_all_entries_invalid(provider: Provider) -> None:
 
 def test_invalid_prompt_lengths(provider: Provider) -> None:
     """A prompt whose seqlens_k is beyond S or below -1; its neighbours are right."""
-    case = Case(id="prompt-invalid", seq=6, totals=(6, 7, -1, 0, 3), total=6, activation=provider.activations[0])
+    case = Case(id="prompt-invalid", seq=6, totals=(6, 7, -1, 0, 3), total=6)
     _, expected = verify(case, provider)
     assert expected.valid.tolist() == [True, False, False, True, True]
 
@@ -160,7 +159,6 @@ def test_thread_counts(dtype: CacheDtype, threads: int, provider: Provider) -> N
     """One long head: the tokens are what is left to split over threads."""
     case = Case(
         id=f"threads-{dtype}", dtype=dtype, totals=(4097,), capacity=5000, heads=4, kv_heads=1, head_size=128,
-        activation=provider.activations[0],
     )  # fmt: skip
     _, expected = verify(case, provider, threads=threads)
     assert expected.valid.all()

@@ -6,6 +6,7 @@ test_report_NN answers report NN of public_reports.py. Base case unless it says 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +18,6 @@ import pytest
 from python_tests.op.checks import check_guards, check_rows, check_scales, verify
 from python_tests.op.gqa_case import Case, make_inputs, make_past, poisoned_cache
 from python_tests.op.gqa_model import (
-    Provider,
     build_model,
     cached_session,
     call,
@@ -25,6 +25,7 @@ from python_tests.op.gqa_model import (
     output_buffers,
     run,
 )
+from python_tests.op.providers import SELECTED, Provider
 from python_tests.op.public_reports import GPU_ROWS, REPORTS
 from python_tests.op.stream import Stream
 from python_tests.op.two_nodes import verify_two
@@ -82,11 +83,14 @@ def test_report_05(dtype: CacheDtype, provider: Provider) -> None:
 def test_report_06() -> None:
     """The guards do not depend on an environment variable: report 1 in a process without any."""
     code = (
-        "from python_tests.op.gqa_model import CPU\n"
+        "from python_tests.op.providers import selected\n"
         "from python_tests.op.test_public_reports import CacheDtype, test_report_01\n"
-        "test_report_01(CacheDtype.INT8, True, CPU)\n"
+        "test_report_01(CacheDtype.INT8, True, selected())\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], env={}, cwd=ROOT, capture_output=True, text=True, check=False)
+    # Where libraries are, and which provider is meant, is all that the process is told.
+    kept = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "SYSTEMROOT", SELECTED)
+    env = {name: os.environ[name] for name in kept if name in os.environ}
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -179,7 +183,7 @@ def test_report_15(dtype: CacheDtype, provider: Provider) -> None:
 
 def test_report_16(provider: Provider) -> None:
     """Caches that are slices of larger arrays (stride 80, 64 used): right values, as a feed."""
-    case = base(16, activation="float32")
+    case = base(16, activation=provider.activations[0])
     inputs, past = make_inputs(case), make_past(case)
     wide = [np.full((2, 2, 80, x.shape[3]), 1, x.dtype) for x in fields(past)]
     for big, small in zip(wide, fields(past), strict=True):

@@ -16,7 +16,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as errors
 from python_tests.op.checks import check_cache
 from python_tests.op.gqa_case import Case, make_inputs, make_past, poisoned_cache
 from python_tests.op.gqa_model import (
-    Provider,
+    FLOATS,
     build_model,
     cached_session,
     input_buffers,
@@ -26,15 +26,15 @@ from python_tests.op.gqa_model import (
     read_cache_buffers,
     run,
 )
+from python_tests.op.providers import Provider, selected
 from python_tests.reference.format import Array, CacheDtype, Granularity
 from python_tests.reference.step import run_step
 
 NOT_IMPLEMENTED = (errors.NotImplemented,)
 # The creation of a session reports a contradiction by whichever stage finds it: inference, lookup or kernel.
 CONTRADICTION = (errors.InvalidArgument, errors.InvalidGraph, errors.Fail, errors.RuntimeException)
-F32, F16, I64, U8, I8 = (
-    int(t) for t in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT64, TensorProto.UINT8, TensorProto.INT8)
-)
+F32, F16, I64, U8 = (int(t) for t in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT64, TensorProto.UINT8))
+ACTIVATION = FLOATS[selected().activations[0]]
 BASE = Case(id="reject", totals=(21, 9), total=64)
 STATIC = replace(BASE, k_quant=Granularity.PER_TENSOR, v_quant=Granularity.PER_CHANNEL)
 PLAIN = replace(BASE, dtype=None, totals=(21,), capacity=64)
@@ -55,9 +55,9 @@ class Bad:
     kind: tuple[type[Exception], ...] = CONTRADICTION
 
 
-BIAS: dict[str, Any] = {"attention_bias": (F32, [1, 1, "S", "T"])}
+BIAS: dict[str, Any] = {"attention_bias": (ACTIVATION, [1, 1, "S", "T"])}
 POSITIONS: dict[str, Any] = {"position_ids": (I64, ["B", "S"])}
-SINK: dict[str, Any] = {"head_sink": (F32, [8])}
+SINK: dict[str, Any] = {"head_sink": (ACTIVATION, [8])}
 ROTARY = {"do_rotary": 1}
 NODES = [
     Bad("k-mode", ("k_quant_type", "PER_ROW"), attributes={"k_quant_type": "PER_ROW"}),
@@ -77,8 +77,8 @@ NODES = [
         outputs={"present_k_scale": None}),
     Bad("int8-without-mode", ("k_quant_type",), attributes={"k_quant_type": None, "v_quant_type": None},
         inputs={"k_scale": None, "v_scale": None}, outputs={"present_k_scale": None, "present_v_scale": None}),
-    Bad("float-with-mode", ("past_key",), inputs={"past_key": (F32, None), "past_value": (F32, None)},
-        outputs={"present_key": F32, "present_value": F32}),
+    Bad("float-with-mode", ("past_key",), inputs={"past_key": (ACTIVATION, None), "past_value": (ACTIVATION, None)},
+        outputs={"present_key": ACTIVATION, "present_value": ACTIVATION}),
     Bad("dtype-unquantized", ("kv_cache_dtype",), PLAIN, attributes={"kv_cache_dtype": "int8"}),
     Bad("width-unquantized", ("kv_cache_bit_width",), PLAIN, attributes={"kv_cache_bit_width": 8}),
     Bad("no-k-scale", ("k_scale",), inputs={"k_scale": None}),
@@ -89,7 +89,7 @@ NODES = [
     Bad("static-present-k-scale", ("present_k_scale",), STATIC, outputs={"present_k_scale": F32}),
     Bad("static-half-scale", ("k_scale", "float"), replace(STATIC, scale_type="float16")),
     Bad("no-past", ("past_key",), inputs={"past_key": None, "past_value": None},
-        outputs={"present_key": F32, "present_value": F32}),
+        outputs={"present_key": ACTIVATION, "present_value": ACTIVATION}),
     Bad("window-0", ("local_window_size", "0"), attributes={"local_window_size": 0}),
     Bad("window-minus-2", ("local_window_size", "-2"), attributes={"local_window_size": -2}),
     Bad("softcap", ("softcap", "-1"), attributes={"softcap": -1.0}),
@@ -97,13 +97,13 @@ NODES = [
     Bad("group-65", ("num_heads", "65"), attributes={"num_heads": 65, "kv_num_heads": 1}, kind=NOT_IMPLEMENTED),
     Bad("position-ids", ("position_ids",), inputs=POSITIONS, kind=NOT_IMPLEMENTED),
     Bad("attention-bias", ("attention_bias",), inputs=BIAS, kind=NOT_IMPLEMENTED),
-    Bad("output-qk", ("output_qk",), outputs={"output_qk": F32}, kind=NOT_IMPLEMENTED),
+    Bad("output-qk", ("output_qk",), outputs={"output_qk": ACTIVATION}, kind=NOT_IMPLEMENTED),
     Bad("plain-position-ids", ("position_ids",), PLAIN, inputs=POSITIONS, kind=NOT_IMPLEMENTED),
     Bad("plain-attention-bias", ("attention_bias",), PLAIN, inputs=BIAS, kind=NOT_IMPLEMENTED),
     Bad("plain-head-sink", ("head_sink",), PLAIN, inputs=SINK, kind=NOT_IMPLEMENTED),
     Bad("plain-k-scale", ("k_scale",), PLAIN, inputs={"k_scale": (F32, [1])}, kind=NOT_IMPLEMENTED),
     Bad("plain-v-scale", ("v_scale",), PLAIN, inputs={"v_scale": (F32, [1])}, kind=NOT_IMPLEMENTED),
-    Bad("plain-output-qk", ("output_qk",), PLAIN, outputs={"output_qk": F32}, kind=NOT_IMPLEMENTED),
+    Bad("plain-output-qk", ("output_qk",), PLAIN, outputs={"output_qk": ACTIVATION}, kind=NOT_IMPLEMENTED),
     Bad("mixed-cache-types", ("T_CACHE",), inputs={"past_value": (U8, None)}),
     Bad("mixed-scale-types", ("T_KV_SCALE",), inputs={"v_scale": (F16, None)}),
 ]  # fmt: skip

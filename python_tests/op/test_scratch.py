@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from python_tests.op.gqa_model import Provider
+from python_tests.op.providers import Provider
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
@@ -29,7 +29,7 @@ def growth(dtype: str, seq: int, capacity: int) -> int:
 def needs_linux_cpu(provider: Provider) -> None:
     """The measure is Linux's and the host's."""
     if provider.device != "cpu":
-        pytest.skip("device memory is measured by the CUDA tests")
+        pytest.skip("test_cuda_memory.py measures device memory")
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("no /proc/self/clear_refs: peak memory cannot be reset")
 

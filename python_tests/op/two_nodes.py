@@ -9,7 +9,6 @@ from python_tests.op.gqa_case import Case, make_inputs, make_past
 from python_tests.op.gqa_model import (
     INPUTS,
     OUTPUTS,
-    Provider,
     input_buffers,
     input_types,
     make_session,
@@ -20,6 +19,7 @@ from python_tests.op.gqa_model import (
     run,
     slots,
 )
+from python_tests.op.providers import Provider
 from python_tests.reference.step import run_step
 
 

@@ -70,16 +70,17 @@ def attend(
         scores = np.einsum("shgd,htd->shgt", q, k) * scale
         if options.softcap > 0:
             scores = precision(options.softcap) * np.tanh(scores / precision(options.softcap))
-        sink = _sink_logits(head_sink, options, kv_heads, group, precision)
-        weights = _softmax(scores, mask, sink)
-        output = _weighted(weights, mask, v, absolute=False)
-        magnitude = _weighted(weights.astype(np.float64), mask, np.abs(value.astype(np.float64)), absolute=True)
+        sink = sink_logits(head_sink, options, kv_heads, group, precision)
+        numerators, total = softmax_parts(scores, mask, sink)
+        weights = numerators / total
+        output = weighted(weights, mask, v, absolute=False)
+        magnitude = weighted(weights.astype(np.float64), mask, np.abs(value.astype(np.float64)), absolute=True)
     shape = (seq, heads, head_size)
     peak = magnitude.reshape(shape).max(axis=-1, keepdims=True)
-    return Attended(output.reshape(shape), peak, _score_terms(query, key, scale))
+    return Attended(output.reshape(shape), peak, score_terms(query, key, scale))
 
 
-def _score_terms(query: Array, key: Array, scale: float) -> F64:
+def score_terms(query: Array, key: Array, scale: float) -> F64:
     """Sum over D of |query| times the largest finite |key| of the head, scaled: (S, N, 1)."""
     group = query.shape[1] // key.shape[0]
     bounded = np.abs(np.where(np.isfinite(key), key, 0).astype(np.float64)).max(axis=1).repeat(group, axis=0)
@@ -87,7 +88,7 @@ def _score_terms(query: Array, key: Array, scale: float) -> F64:
     return np.asarray((sizes * bounded[None]).sum(axis=-1, keepdims=True) * abs(scale), np.float64)
 
 
-def _sink_logits(
+def sink_logits(
     head_sink: Array | None, options: AttentionOptions, kv_heads: int, group: int, precision: type[Any]
 ) -> Array | None:
     """The extra logit of each head (Hkv, group, 1): not scaled, not capped. head_sink replaces smooth softmax's 0."""
@@ -96,8 +97,11 @@ def _sink_logits(
     return np.zeros((kv_heads, group, 1), precision) if options.smooth_softmax else None
 
 
-def _softmax(scores: Array, mask: Array, sink: Array | None) -> Array:
-    """Probabilities (S, Hkv, group, tokens); masked tokens get 0 whatever their score is."""
+def softmax_parts(scores: Array, mask: Array, sink: Array | None) -> tuple[Array, Array]:
+    """Numerators (S, Hkv, group, tokens) and denominators (S, Hkv, group, 1) of the probabilities.
+
+    The largest visible logit has numerator 1; masked tokens have 0 whatever their score is.
+    """
     peak = np.max(np.where(mask, scores, -np.inf), axis=-1, keepdims=True)
     if sink is not None:
         peak = np.maximum(peak, sink)
@@ -105,11 +109,10 @@ def _softmax(scores: Array, mask: Array, sink: Array | None) -> Array:
     total = weights.sum(axis=-1, keepdims=True, dtype=scores.dtype)
     if sink is not None:
         total = total + np.exp(sink - peak)
-    normalized: Array = weights / total
-    return normalized
+    return weights, total
 
 
-def _weighted(weights: Array, mask: Array, value: Array, *, absolute: bool) -> Array:
+def weighted(weights: Array, mask: Array, value: Array, *, absolute: bool) -> Array:
     """Sum of weights * value over visible tokens only: 0 * NaN of an unseen token must not reach the output."""
     finite: Array = np.asarray(np.isfinite(value).all(axis=(0, 2)))
     clean: Array = np.einsum("shgt,htd->shgd", weights, np.where(finite[None, :, None], value, 0))

@@ -10,12 +10,17 @@ import numpy as np
 from python_tests.reference import format as kv
 from python_tests.reference.attention import Attended, AttentionOptions, attend
 from python_tests.reference.format import F32, F64, Array, CacheDtype, Granularity
+from python_tests.reference.half_attention import HalfName, attend_half, round_half
 from python_tests.reference.rotary import rotate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """Attributes of the node. dtype None: unquantized cache of the activation type."""
+    """Attributes of the node. dtype None: unquantized cache of the activation type.
+
+    half: the type of activations and of the operands of matrix products, as on a GPU; bfloat16 values are kept in
+    float32 arrays. None: float32 arithmetic on activations of the query's own type.
+    """
 
     num_heads: int
     kv_num_heads: int
@@ -25,6 +30,7 @@ class Operator:
     v_quant: Granularity = Granularity.PER_TOKEN
     do_rotary: bool = False
     rotary_interleaved: bool = False
+    half: HalfName | None = None
     attention: AttentionOptions = field(default_factory=AttentionOptions)
 
 
@@ -66,9 +72,9 @@ class Inputs:
 class Expected:
     """What the call must leave behind.
 
-    output: (B, S, N, D) float64; same_precision: the same in float32 arithmetic, rounded to the activation type;
-    magnitude and terms: (B, S, N, 1), as in Attended; k_rows, v_rows: the float32 values (B, S, Hkv, D) that were
-    quantized; valid: (B,).
+    output: (B, S, N, D) float64; same_precision: the same in float32 or 16-bit arithmetic, rounded to the activation
+    type; magnitude and terms: (B, S, N, 1), as in Attended; k_rows, v_rows: the float32 values (B, S, Hkv, D) that
+    were quantized; valid: (B,); half: the operator's.
     """
 
     output: F64
@@ -81,6 +87,14 @@ class Expected:
     past_lengths: Array
     total_lengths: Array
     valid: Array
+    half: HalfName | None = None
+
+
+def to_activation(op: Operator, values: Array, kind: np.dtype[Any]) -> Array:
+    """Values rounded to the activation type, in an array of type `kind`."""
+    with np.errstate(over="ignore"):
+        rounded: Array = (values if op.half is None else round_half(values, op.half)).astype(kind)
+    return rounded
 
 
 def split_heads(op: Operator, inputs: Inputs) -> tuple[Array, Array, Array]:
@@ -122,11 +136,9 @@ def run_step(op: Operator, inputs: Inputs, past: Cache, present: Cache | None = 
             wide, narrow = _attend_entry(op, inputs, target, b, q[b, :rows], p, exact)
             output[b, :rows], same[b, :rows] = wide.output, narrow.output
             magnitude[b, :rows], terms[b, :rows] = wide.magnitude, wide.terms
-    with np.errstate(over="ignore"):
-        rounded = same.astype(inputs.query.dtype)
     return Expected(
-        output=output, same_precision=rounded, magnitude=magnitude, terms=terms, cache=target, k_rows=k, v_rows=v,
-        past_lengths=pasts, total_lengths=totals, valid=valid,
+        output=output, same_precision=to_activation(op, same, query.dtype), magnitude=magnitude, terms=terms,
+        cache=target, k_rows=k, v_rows=v, past_lengths=pasts, total_lengths=totals, valid=valid, half=op.half,
     )  # fmt: skip
 
 
@@ -155,7 +167,7 @@ def _rotated(
             rotate(x, inputs.cos_cache, inputs.sin_cache, positions, interleaved=op.rotary_interleaved) for x in (q, k)
         )
     if op.dtype is None:
-        q, k = (x.astype(query.dtype).astype(np.float32) for x in (q, k))
+        q, k = (to_activation(op, x, query.dtype).astype(np.float32) for x in (q, k))
     return q, k, v
 
 
@@ -174,7 +186,7 @@ def _append(op: Operator, target: Cache, b: int, start: int, k: Array, v: Array)
     sides = ((k, target.key, target.k_scale, op.k_quant), (v, target.value, target.v_scale, op.v_quant))
     for values, cache, scale, granularity in sides:
         if op.dtype is None or scale is None:
-            cache[b, :, rows] = values.astype(cache.dtype)
+            cache[b, :, rows] = to_activation(op, values, cache.dtype)
         elif granularity is Granularity.PER_TOKEN:
             codes, scales = kv.quantize_per_token(values, op.dtype, scale.dtype.type)
             cache[b, :, rows] = codes.view(cache.dtype)
@@ -205,11 +217,12 @@ def read_cache(
 def _attend_entry(
     op: Operator, inputs: Inputs, cache: Cache, b: int, query: Array, past: int, exact: tuple[Array, Array] | None
 ) -> tuple[Attended, Attended]:
-    """Attention of entry b in float64 and in float32: over the exact rows of a prompt, else over the cache."""
+    """Attention of entry b in float64 and in the kernel's precision: over a prompt's exact rows, else the cache."""
     rows = query.shape[0]
     positions = past + np.arange(rows)
-    results = []
-    for precision in (np.float64, np.float32):
-        key, value = exact or read_cache(op, cache, b, past + rows, precision)
-        results.append(attend(query, key, value, positions, op.attention, inputs.head_sink, precision))
-    return results[0], results[1]
+    key, value = exact or read_cache(op, cache, b, past + rows)
+    wide = attend(query, key, value, positions, op.attention, inputs.head_sink)
+    key, value = exact or read_cache(op, cache, b, past + rows, np.float32)
+    if op.half is None:
+        return wide, attend(query, key, value, positions, op.attention, inputs.head_sink, np.float32)
+    return wide, attend_half(query, key, value, positions, op.attention, inputs.head_sink, op.half)

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <utility>
 
 #include "contrib_ops/cpu/bert/kv_cache_quant/attributes.h"
 
@@ -63,10 +64,11 @@ Status CheckQkv(const Tensor* query, const Tensor* key, const Tensor* value, con
   }
   if (!s.packed_qkv) {
     const int64_t kv_hidden = a.kv_num_heads * s.head_size;
-    const auto expected = MakeString("{", s.batch_size, ",", s.sequence_length, ",", kv_hidden, "}");
-    if (!Is(key->Shape(), {s.batch_size, s.sequence_length, kv_hidden})) return Mismatch("key", key->Shape(), expected);
-    if (!Is(value->Shape(), {s.batch_size, s.sequence_length, kv_hidden})) {
-      return Mismatch("value", value->Shape(), expected);
+    for (const auto& [name, tensor] : {std::pair{"key", key}, std::pair{"value", value}}) {
+      if (!Is(tensor->Shape(), {s.batch_size, s.sequence_length, kv_hidden})) {
+        return Mismatch(name, tensor->Shape(),
+                        MakeString("{", s.batch_size, ",", s.sequence_length, ",", kv_hidden, "}"));
+      }
     }
   }
   return Status::OK();

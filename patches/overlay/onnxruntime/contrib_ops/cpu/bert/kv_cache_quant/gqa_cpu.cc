@@ -10,51 +10,13 @@
 #include "core/common/safeint.h"
 #include "contrib_ops/cpu/bert/kv_cache_quant/append.h"
 #include "contrib_ops/cpu/bert/kv_cache_quant/attention.h"
-#include "contrib_ops/cpu/bert/kv_cache_quant/check_inputs.h"
+#include "contrib_ops/cpu/bert/kv_cache_quant/state_tensors.h"
 
 namespace onnxruntime {
 namespace contrib {
 namespace kv_cache_quant {
 
 namespace {
-
-// One tensor of the state: past in, present out, of which row_bytes belong to a token.
-struct StateTensor {
-  const char* name;
-  const uint8_t* past;
-  uint8_t* present;
-  size_t past_bytes;
-  size_t present_bytes;
-  size_t row_bytes;
-
-  bool IsShared() const { return past == present; }
-
-  bool Overlaps() const {
-    return past_bytes != 0 && present_bytes != 0 && past < present + present_bytes && present < past + past_bytes;
-  }
-};
-
-StateTensor MakeStateTensor(const char* name, const Tensor& past, Tensor& present, size_t row_bytes) {
-  return {name, static_cast<const uint8_t*>(past.DataRaw()), static_cast<uint8_t*>(present.MutableDataRaw()),
-          past.SizeInBytes(), present.SizeInBytes(), row_bytes};
-}
-
-// Either all of the state is updated in place or all of it is copied.
-Status CheckSharing(const std::vector<StateTensor>& state, bool* shared) {
-  *shared = state[0].IsShared();
-  for (const StateTensor& t : state) {
-    if (t.IsShared() != *shared && t.past_bytes != 0) {
-      return ORT_MAKE_STATUS(ONNXRUNTIME, INVALID_ARGUMENT, "GroupQueryAttention: past and present of '", t.name,
-                             "' are ", t.IsShared() ? "one buffer" : "two buffers", " and those of '", state[0].name,
-                             "' are not; share all of the cache and its scales or none.");
-    }
-    if (!*shared && t.Overlaps()) {
-      return ORT_MAKE_STATUS(ONNXRUNTIME, INVALID_ARGUMENT, "GroupQueryAttention: past and present of '", t.name,
-                             "' overlap; bind one buffer or two separate ones.");
-    }
-  }
-  return Status::OK();
-}
 
 // Copies the rows that a step keeps, as bytes, where past and present are separate.
 void CopyPastRows(const std::vector<StateTensor>& state, const std::vector<SequenceState>& sequences,
@@ -118,7 +80,7 @@ void SetActivations(OpKernelContext* context, const GqaKvQuantAttributes& a, con
   p.local_window_size = a.local_window_size;
 }
 
-// Fills one side of the cache and adds its tensors to `state`.
+// One side of the cache, in present.
 CacheSide MakeSide(KvScaleMode mode, Tensor* present, const Tensor& scale, Tensor* present_scale) {
   CacheSide side;
   side.mode = mode;
@@ -141,26 +103,8 @@ Status ComputeGqaKvQuant(OpKernelContext* context, const GqaKvQuantAttributes& a
   ORT_RETURN_IF_ERROR(CheckGqaKvQuantInputs(context, a, &s));
 
   Tensor* output = context->Output(kOutput, {s.batch_size, s.sequence_length, a.num_heads * s.head_size});
-  const TensorShape cache_shape({s.batch_size, a.kv_num_heads, s.capacity, s.row_bytes});
-  const TensorShape scale_shape({s.batch_size, a.kv_num_heads, s.capacity, 1});
-  Tensor* present[2] = {context->Output(kPresentKey, cache_shape), context->Output(kPresentValue, cache_shape)};
-  Tensor* present_scale[2] = {
-      a.k_mode == KvScaleMode::kPerToken ? context->Output(kPresentKScale, scale_shape) : nullptr,
-      a.v_mode == KvScaleMode::kPerToken ? context->Output(kPresentVScale, scale_shape) : nullptr};
-
-  std::vector<StateTensor> state;
-  const char* names[2][2] = {{"past_key", "k_scale"}, {"past_value", "v_scale"}};
-  for (int i = 0; i < 2; ++i) {
-    const auto row_bytes = static_cast<size_t>(s.row_bytes);
-    state.push_back(MakeStateTensor(names[i][0], *context->Input<Tensor>(kPastKey + i), *present[i], row_bytes));
-    if (present_scale[i] != nullptr) {
-      const size_t scale_bytes = present_scale[i]->DataType()->Size();
-      const Tensor& past_scale = *context->Input<Tensor>(kKScale + i);
-      state.push_back(MakeStateTensor(names[i][1], past_scale, *present_scale[i], scale_bytes));
-    }
-  }
-  bool shared = false;
-  ORT_RETURN_IF_ERROR(CheckSharing(state, &shared));
+  GqaKvQuantState state;
+  ORT_RETURN_IF_ERROR(MakeGqaKvQuantState(context, a, s, &state));
 
   GqaProblem<T> p{};
   p.batch_size = s.batch_size;
@@ -174,8 +118,8 @@ Status ComputeGqaKvQuant(OpKernelContext* context, const GqaKvQuantAttributes& a
   p.format = a.format;
   p.output = output->MutableData<T>();
   p.sequences = ReadSequences(*context->Input<Tensor>(kSeqlensK), s);
-  p.k = MakeSide(a.k_mode, present[0], *context->Input<Tensor>(kKScale), present_scale[0]);
-  p.v = MakeSide(a.v_mode, present[1], *context->Input<Tensor>(kVScale), present_scale[1]);
+  p.k = MakeSide(a.k_mode, state.present[0], *context->Input<Tensor>(kKScale), state.present_scale[0]);
+  p.v = MakeSide(a.v_mode, state.present[1], *context->Input<Tensor>(kVScale), state.present_scale[1]);
   SetActivations(context, a, s, p);
 
   AllocatorPtr allocator;
@@ -187,8 +131,8 @@ Status ComputeGqaKvQuant(OpKernelContext* context, const GqaKvQuantAttributes& a
     exact = IAllocator::MakeUniquePtr<float>(allocator, SafeInt<size_t>(side) * 2);
     p.prompt_key = exact.get();
     p.prompt_value = exact.get() + side;
-  } else if (!shared) {
-    CopyPastRows(state, p.sequences, s, a.kv_num_heads, thread_pool);
+  } else if (!state.shared) {
+    CopyPastRows(state.tensors, p.sequences, s, a.kv_num_heads, thread_pool);
   }
   AppendRows(p, thread_pool);
   Attend(p, allocator, thread_pool);

@@ -1,0 +1,34 @@
+// Copyright (c) the kv-quant patch set authors. Licensed under the MIT License.
+//
+// Host entry points of the device code. None allocates, synchronizes or reads device memory.
+
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "contrib_ops/cuda/bert/kv_cache_quant/plan.h"
+
+namespace onnxruntime {
+namespace contrib {
+namespace kv_cache_quant {
+
+// The whole call: copies the past where present is a buffer of its own, appends the new rows, attends, merges.
+// p has its scratch bound (BindWorkspace).
+cudaError_t LaunchGqa(const GqaParams& p, const GqaPlan& plan, cudaStream_t stream);
+
+// Its steps. Copies rows [0, P_b) of codes and scales from past to present, as bytes.
+cudaError_t LaunchCopyPast(const GqaParams& p, cudaStream_t stream);
+
+// Rotates, quantizes and writes the new rows of K and V and their scales; in a prompt with rotary also prompt_key.
+cudaError_t LaunchAppend(const GqaParams& p, cudaStream_t stream);
+
+// Attention of GqaPath::kDecode, and of kPrefill and kPrompt.
+cudaError_t LaunchDecode(const GqaParams& p, const GqaPlan& plan, cudaStream_t stream);
+cudaError_t LaunchPrefill(const GqaParams& p, const GqaPlan& plan, cudaStream_t stream);
+
+// Combines the partial results of plan.splits > 1.
+cudaError_t LaunchMerge(const GqaParams& p, const GqaPlan& plan, cudaStream_t stream);
+
+}  // namespace kv_cache_quant
+}  // namespace contrib
+}  // namespace onnxruntime

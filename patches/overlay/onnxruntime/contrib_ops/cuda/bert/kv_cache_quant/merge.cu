@@ -1,0 +1,173 @@
+// Copyright (c) the kv-quant patch set authors. Licensed under the MIT License.
+//
+// Combines the partial results of a row's splits (unit.cuh) and writes the row: weights 2^(m_s - M), their sum with
+// the sink, V's static scale.
+//
+// grid    one block per output row in x: (b * S + s) * H + head.
+// block   256 threads. The statistics are read first, two splits a thread; then a group of threads reads a split's
+//         numerators, a float4 each, and the groups take every n-th split, so that all reads of a row are in flight
+//         together. The groups' sums are added through shared memory.
+// shared  7 KB.
+
+#include "contrib_ops/cuda/bert/kv_cache_quant/dispatch.h"
+#include "contrib_ops/cuda/bert/kv_cache_quant/kernel_launch.cuh"
+#include "contrib_ops/cuda/bert/kv_cache_quant/launch.h"
+#include "contrib_ops/cuda/bert/kv_cache_quant/mma.cuh"
+#include "contrib_ops/cuda/bert/kv_cache_quant/unit.cuh"
+
+namespace onnxruntime {
+namespace contrib {
+namespace kv_cache_quant {
+
+namespace {
+
+constexpr int kMergeSplits = 512;  // the most that MakePlan makes
+constexpr int kMergeThreads = 256;
+constexpr int kMergeWarps = kMergeThreads / 32;
+constexpr int kStatsPerThread = kMergeSplits / kMergeThreads;
+constexpr int kReadsInFlight = 8;  // of numerators, a thread
+constexpr int kMergeMaxGroups = 16;
+constexpr float kEmptySplit = -1.0f;
+static_assert(kMergeSplits % kMergeThreads == 0, "whole statistics for every thread");
+static_assert(kMaxHeadSize <= kMergeThreads, "an element of the row for every thread");
+
+struct MergeShared {
+  // kEmptySplit: no token, nothing to read; so are the entries beyond the splits that a round of reads may ask for.
+  float weight[kMergeSplits + kMergeMaxGroups * kReadsInFlight];
+  float maximum[kMergeWarps];
+  float denominator[kMergeWarps];
+  float sums[kMergeThreads * 4];  // (groups, kHeadSize)
+};
+
+// 16 bytes at `address`, or zeros without a read: a predicate, where a branch would keep a thread's reads apart.
+__device__ __forceinline__ float4 LoadIf(bool wanted, const float4* address) {
+  float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\n@p ld.global.v4.f32 {%0,%1,%2,%3}, [%4];\n}\n"
+      : "+f"(x.x), "+f"(x.y), "+f"(x.z), "+f"(x.w)
+      : "l"(address), "r"(static_cast<int>(wanted)));
+  return x;
+}
+
+// Weights into shared.weight; returns the denominator, the sink included. Ends behind a barrier.
+// partial_row: of split 0.
+__device__ __forceinline__ float WeighSplits(const GqaParams& p, const GqaPlan& plan, int64_t partial_row, float sink,
+                                             MergeShared& shared) {
+  const int thread = static_cast<int>(threadIdx.x);
+  float2 stats[kStatsPerThread];
+  float top = sink;
+#pragma unroll
+  for (int i = 0; i < kStatsPerThread; ++i) {
+    const int split = thread + i * kMergeThreads;
+    stats[i] = make_float2(-INFINITY, 0.0f);
+    if (split < plan.splits) {
+      stats[i] = p.partial_stats[partial_row + static_cast<int64_t>(split) * plan.unit_rows];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kStatsPerThread; ++i) top = fmaxf(top, stats[i].x);
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, step));
+  if (thread % 32 == 0) shared.maximum[thread / 32] = top;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kMergeWarps; ++i) top = fmaxf(top, shared.maximum[i]);
+
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kStatsPerThread; ++i) {
+    const int split = thread + i * kMergeThreads;
+    const bool empty = stats[i].y == 0.0f;
+    // A maximum or denominator that is not finite becomes NaN here or in the product.
+    const float weight = empty ? kEmptySplit : Exp2(stats[i].x - top);
+    shared.weight[split] = weight;
+    if (!empty) sum += weight * stats[i].y;
+  }
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
+  if (thread < kMergeMaxGroups * kReadsInFlight) shared.weight[kMergeSplits + thread] = kEmptySplit;
+  if (thread % 32 == 0) shared.denominator[thread / 32] = sum;
+  __syncthreads();
+  sum = Exp2(sink - top);
+#pragma unroll
+  for (int i = 0; i < kMergeWarps; ++i) sum += shared.denominator[i];
+  return sum;
+}
+
+template <int kHeadSize>
+__global__ void __launch_bounds__(kMergeThreads)
+    MergeKernel(const __grid_constant__ GqaParams p, const __grid_constant__ GqaPlan plan) {
+  constexpr int kGroupThreads = kHeadSize / 4;
+  constexpr int kGroups = kMergeThreads / kGroupThreads;
+  static_assert(kGroups <= kMergeMaxGroups, "weights beyond the last split");
+  __shared__ MergeShared shared;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int head = static_cast<int>(blockIdx.x) % p.num_heads;
+  const int token = static_cast<int>(blockIdx.x) / p.num_heads;
+  const int s = token % p.sequence_length;
+  const int64_t b = token / p.sequence_length;
+  const int kv_head = head / p.group_size;
+  const int row = s * p.group_size + head - kv_head * p.group_size;
+  const int64_t unit = (b * p.kv_num_heads + kv_head) * plan.units_per_head + row / plan.unit_rows;
+  const int64_t partial_row = PartialRow(plan, unit, 0, row % plan.unit_rows);
+  const int64_t output = OutputRow(p, b, s, head);
+
+  // Loads that depend on nothing first.
+  const bool writes = thread < p.head_size;
+  const float scale = writes ? StaticValueScale(p, kv_head, thread) : 0.0f;
+  const float sink = SinkLog2(p, head);
+  if (!LoadSequence(p, b).valid) {
+    if (writes) StoreActivation(p.output, output + thread, NAN, p.activation);
+    return;
+  }
+  WaitForPreviousKernel();
+  const float denominator = WeighSplits(p, plan, partial_row, sink, shared);
+
+  const int group = thread / kGroupThreads;
+  const int quad = thread % kGroupThreads;
+  const int64_t stride = static_cast<int64_t>(plan.unit_rows) * kGroupThreads;  // of a split, in float4
+  const float4* numerators = reinterpret_cast<const float4*>(p.partial_out) + partial_row * kGroupThreads + quad;
+  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
+  for (int round = 0; round < plan.splits; round += kGroups * kReadsInFlight) {
+    const float* const weight = shared.weight + round + group;
+    float4 part[kReadsInFlight];
+#pragma unroll
+    for (int i = 0; i < kReadsInFlight; ++i) {
+      const int split = round + group + i * kGroups;
+      part[i] = LoadIf(weight[i * kGroups] != kEmptySplit, numerators + split * stride);
+    }
+    // The weights are read again behind a barrier: else the compiler waits for a read before it issues the next.
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kReadsInFlight; ++i) {
+      const float w = weight[i * kGroups];
+      sum.x += part[i].x * w;
+      sum.y += part[i].y * w;
+      sum.z += part[i].z * w;
+      sum.w += part[i].w * w;
+    }
+  }
+  reinterpret_cast<float4*>(shared.sums)[thread] = sum;
+  __syncthreads();
+  if (!writes) return;
+  float total = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) total += shared.sums[i * kHeadSize + thread];
+  StoreActivation(p.output, output + thread, total / denominator * scale, p.activation);
+}
+
+}  // namespace
+
+cudaError_t LaunchMerge(const GqaParams& p, const GqaPlan& plan, cudaStream_t stream) {
+  const int64_t blocks = static_cast<int64_t>(p.batch_size) * p.sequence_length * p.num_heads;
+  if (blocks == 0 || plan.splits <= 1) return cudaSuccess;
+  if (plan.splits > kMergeSplits) return cudaErrorInvalidValue;
+  return DispatchHeadSize(plan.padded_head_size, [&](auto head_size) {
+    return LaunchOverlapping(MergeKernel<decltype(head_size)::value>, blocks, kMergeThreads, 0, stream, p, plan);
+  });
+}
+
+}  // namespace kv_cache_quant
+}  // namespace contrib
+}  // namespace onnxruntime

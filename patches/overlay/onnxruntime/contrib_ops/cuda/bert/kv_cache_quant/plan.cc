@@ -1,0 +1,153 @@
+// Copyright (c) the kv-quant patch set authors. Licensed under the MIT License.
+
+#include "contrib_ops/cuda/bert/kv_cache_quant/plan.h"
+
+#include <algorithm>
+
+namespace onnxruntime {
+namespace contrib {
+namespace kv_cache_quant {
+
+namespace {
+
+constexpr int64_t kMinSplitTokens = 64;
+constexpr int64_t kMaxSplits = 512;
+
+bool Fail(std::string* error, const std::string& what) {
+  *error = what;
+  return false;
+}
+
+int64_t DivUp(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+size_t Align(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+bool IsAligned(const void* pointer, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
+
+bool CheckValues(const GqaParams& p, const DeviceLimits& device, std::string* error) {
+  switch (p.format) {
+    case KvFormat::kInt8:
+    case KvFormat::kFloat8E4M3FN:
+    case KvFormat::kInt4:
+      break;
+    default:
+      return Fail(error, "cache format " + std::to_string(static_cast<int>(p.format)));
+  }
+  for (const KvSide* side : {&p.k, &p.v}) {
+    switch (side->mode) {
+      case KvScaleMode::kPerTensor:
+      case KvScaleMode::kPerChannel:
+      case KvScaleMode::kPerToken:
+        break;
+      default:
+        return Fail(error, "scale mode " + std::to_string(static_cast<int>(side->mode)));
+    }
+  }
+  if (p.head_size <= 0 || p.head_size > kMaxHeadSize || p.head_size % 8 != 0) {
+    return Fail(error, "head size " + std::to_string(p.head_size));
+  }
+  if (p.group_size < 1 || p.group_size > kMaxGroupSize) {
+    return Fail(error, std::to_string(p.group_size) + " query heads per KV head");
+  }
+  if (device.compute_capability < 75) {
+    return Fail(error, "compute capability " + std::to_string(device.compute_capability) + " (7.5 is the least)");
+  }
+  if (p.activation == ActivationType::kBFloat16 && device.compute_capability < 80) {
+    return Fail(error, "bfloat16 activations on compute capability " + std::to_string(device.compute_capability));
+  }
+  return true;
+}
+
+// Largest of 16, 8, 4, ... that every row of the cache is aligned to.
+bool RowsAlignedTo(const GqaParams& p, uintptr_t bytes) {
+  return p.row_bytes % bytes == 0 && IsAligned(p.k.codes, bytes) && IsAligned(p.v.codes, bytes);
+}
+
+// Blocks of a kernel that fit on a multiprocessor; its __launch_bounds__ sees to it.
+int BlocksPerMultiprocessor(const GqaPlan& plan) {
+  if (plan.path != GqaPath::kDecode) return plan.padded_head_size == 256 ? 1 : 2;
+  return plan.padded_head_size == 256 || plan.unit_rows > 8 ? 2 : 3;
+}
+
+// Fewest splits that keep the multiprocessors within a tenth of the best balance that any number of splits gives.
+int32_t ChooseSplits(int64_t units, int64_t slots, int64_t max_splits) {
+  if (units * max_splits <= slots) return static_cast<int32_t>(max_splits);
+  const int64_t limit = std::min(max_splits, std::max<int64_t>(1, DivUp(4 * slots, units)));
+  const auto balance = [&](int64_t splits) {
+    const int64_t blocks = units * splits;
+    return static_cast<double>(blocks) / static_cast<double>(DivUp(blocks, slots) * slots);
+  };
+  // One wave, as full as it gets, has the least to merge.
+  const int64_t one_wave = std::max<int64_t>(1, slots / units);
+  double best = 0.0;
+  for (int64_t splits = one_wave; splits <= limit; ++splits) best = std::max(best, balance(splits));
+  for (int64_t splits = one_wave; splits <= limit; ++splits) {
+    if (balance(splits) >= 0.9 * best) return static_cast<int32_t>(splits);
+  }
+  return static_cast<int32_t>(one_wave);
+}
+
+}  // namespace
+
+const char* GqaPlan::PathName() const {
+  switch (path) {
+    case GqaPath::kDecode:
+      return "KV_CACHE_QUANT_DECODE";
+    case GqaPath::kPrefill:
+      return "KV_CACHE_QUANT_PREFILL";
+    default:
+      return "KV_CACHE_QUANT_PROMPT";
+  }
+}
+
+bool MakePlan(const GqaParams& p, const DeviceLimits& device, GqaPlan* plan, std::string* error) {
+  if (!CheckValues(p, device, error)) return false;
+  GqaPlan x;
+  const int64_t rows = static_cast<int64_t>(p.sequence_length) * p.group_size;
+  x.padded_head_size = p.head_size <= 64 ? 64 : p.head_size <= 128 ? 128
+                                                                   : 256;
+  const int64_t decode_rows = x.padded_head_size == 256 ? kDecodeRows / 2 : kDecodeRows;
+  x.path = p.is_prompt ? GqaPath::kPrompt : rows <= decode_rows ? GqaPath::kDecode
+                                                                : GqaPath::kPrefill;
+  x.whole_rows = p.head_size == x.padded_head_size && RowsAlignedTo(p, 16);
+  if (!x.whole_rows && !RowsAlignedTo(p, p.format == KvFormat::kInt4 ? 4 : 8)) {
+    return Fail(error, "cache rows that are not aligned to " +
+                           std::string(p.format == KvFormat::kInt4 ? "4" : "8") + " bytes");
+  }
+  x.unit_rows = x.path != GqaPath::kDecode ? kPrefillRows : rows <= 8 ? 8
+                                                                      : 16;
+  x.units_per_head = static_cast<int32_t>(DivUp(rows, x.unit_rows));
+  const int64_t units = static_cast<int64_t>(p.batch_size) * p.kv_num_heads * x.units_per_head;
+  if (units > INT32_MAX / kMaxSplits) return Fail(error, std::to_string(units) + " blocks of query rows");
+  const int64_t slots = static_cast<int64_t>(device.multiprocessors) * BlocksPerMultiprocessor(x);
+  const int64_t tokens = p.is_prompt ? p.sequence_length : p.capacity;
+  const int64_t max_splits = p.is_prompt ? 1 : std::clamp<int64_t>(DivUp(tokens, kMinSplitTokens), 1, kMaxSplits);
+  x.splits = units == 0 ? 1 : ChooseSplits(units, slots, max_splits);
+
+  const auto place = [&x](size_t bytes) {
+    const size_t offset = x.workspace_bytes;
+    x.workspace_bytes += Align(bytes);
+    return offset;
+  };
+  if (p.is_prompt && p.cos_cache != nullptr) {
+    x.prompt_key_offset = place(static_cast<size_t>(p.batch_size) * p.kv_num_heads * p.sequence_length * p.head_size * 2);
+  }
+  if (x.splits > 1) {
+    const size_t partial_rows = static_cast<size_t>(units) * x.splits * x.unit_rows;
+    x.partial_out_offset = place(partial_rows * x.padded_head_size * sizeof(float));
+    x.partial_stats_offset = place(partial_rows * sizeof(float2));
+  }
+  *plan = x;
+  return true;
+}
+
+void BindWorkspace(const GqaPlan& plan, void* workspace, GqaParams* p) {
+  auto* base = static_cast<unsigned char*>(workspace);
+  p->prompt_key = base + plan.prompt_key_offset;
+  p->partial_out = reinterpret_cast<float*>(base + plan.partial_out_offset);
+  p->partial_stats = reinterpret_cast<float2*>(base + plan.partial_stats_offset);
+}
+
+}  // namespace kv_cache_quant
+}  // namespace contrib
+}  // namespace onnxruntime

@@ -1,0 +1,59 @@
+// Copyright (c) the kv-quant patch set authors. Licensed under the MIT License.
+//
+// Which kernels serve a call and how its work and scratch are laid out. Depends on shapes only, never on lengths, so
+// that a captured launch stays right for every later length.
+//
+// The G x S query rows of one (batch entry, KV head) are row s * G + g. They are cut into units of unit_rows rows; a
+// unit's tokens are cut into `splits` parts, one block each. With one split the attention kernel writes the output;
+// with more it writes partial results, which the merge kernel combines.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "contrib_ops/cuda/bert/kv_cache_quant/params.h"
+
+namespace onnxruntime {
+namespace contrib {
+namespace kv_cache_quant {
+
+enum class GqaPath : int32_t { kDecode = 0,    // up to kDecodeRows rows per (batch entry, KV head), after the past
+                               kPrefill = 1,   // more rows, after the past
+                               kPrompt = 2 };  // no past: attention over the exact new K and V
+
+constexpr int kDecodeRows = 16;  // half as many where heads are padded to 256 elements: accumulators are registers
+constexpr int kPrefillRows = 64;
+
+struct DeviceLimits {
+  int multiprocessors = 0;
+  int compute_capability = 0;  // 10 * major + minor
+};
+
+struct GqaPlan {
+  GqaPath path = GqaPath::kDecode;
+  int32_t padded_head_size = 0;  // 64, 128 or 256
+  bool whole_rows = false;       // D == padded_head_size and every cache row is 16-byte aligned
+  int32_t unit_rows = 0;
+  int32_t units_per_head = 0;  // row blocks of one (batch entry, KV head)
+  int32_t splits = 1;
+  // Scratch, each part at a multiple of 256 bytes; 0 bytes where not needed.
+  size_t prompt_key_offset = 0;
+  size_t partial_out_offset = 0;
+  size_t partial_stats_offset = 0;
+  size_t workspace_bytes = 0;
+
+  const char* PathName() const;
+};
+
+// Fills *plan; false with *error naming the value where no kernel serves the call. Reads shapes, formats and
+// addresses of p; its scratch pointers are not looked at.
+bool MakePlan(const GqaParams& p, const DeviceLimits& device, GqaPlan* plan, std::string* error);
+
+// Points p at its parts of the workspace.
+void BindWorkspace(const GqaPlan& plan, void* workspace, GqaParams* p);
+
+}  // namespace kv_cache_quant
+}  // namespace contrib
+}  // namespace onnxruntime

@@ -1,0 +1,1 @@
+"""The CUDA kernels alone: compiled by nvcc into one library, called through ctypes, compared with the reference."""
