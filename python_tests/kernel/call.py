@@ -101,7 +101,10 @@ class Call:
         p.output = self._put_activation("output", poison)
 
     def _add_cache(self, past: Cache, present: Cache | None) -> None:
-        for side, letter, granularity in ((self.params.k, "k", self.case.k_quant), (self.params.v, "v", self.case.v_quant)):
+        for side, letter, granularity in (
+            (self.params.k, "k", self.case.k_quant),
+            (self.params.v, "v", self.case.v_quant),
+        ):
             self._add_side(side, letter, granularity, past, present)
 
     def _add_side(
@@ -118,7 +121,10 @@ class Call:
             side.token_scale, side.token_scale_is_half = scale_address, scale.dtype == np.float16
         if present is not None:
             rows, scale = _side(present, letter)
-            side.past_codes, side.codes = side.codes, self._put(f"{letter}_present", rows.view(np.uint8), self._misalign)
+            side.past_codes, side.codes = (
+                side.codes,
+                self._put(f"{letter}_present", rows.view(np.uint8), self._misalign),
+            )
             if per_token:
                 side.past_token_scale = side.token_scale
                 side.token_scale = self._put(f"{letter}_present_scale", scale)

@@ -69,7 +69,7 @@ class Device(HostLibrary):
 
     def _made(self, create: Callable[..., int], *arguments: object) -> int:
         result = _PTR()
-        self.check(create(*arguments, ctypes.byref(result)), create.__name__)  # type: ignore[attr-defined]
+        self.check(create(*arguments, ctypes.byref(result)), create.__name__)
         return int(result.value or 0)
 
     def info(self) -> _Info:
@@ -125,8 +125,9 @@ class Device(HostLibrary):
             yield
         finally:
             error = self.handle.kvq_capture_end(
-                _PTR(self.stream), ctypes.byref(into.executable), ctypes.byref(into.count)
-            )
+                _PTR(self.stream), ctypes.byref(into.executable), ctypes.byref(into.kernel_count),
+                ctypes.byref(into.node_count),
+            )  # fmt: skip
         self.check(error, "end of a capture")
 
     def count_other(self, address: int, size: int, value: int) -> int:
@@ -139,18 +140,55 @@ class Device(HostLibrary):
         self.free(count)
         return found
 
+    def random_codes(self, address: int, size: int, seed: int) -> None:
+        """Random bytes without e4m3's NaN codes."""
+        error = self.handle.kvq_random_codes(_PTR(address), _SIZE(size), ctypes.c_uint64(seed), _PTR(self.stream))
+        self.check(error, "random codes")
+
+    def uniform(self, address: int, count: int, low: float, high: float, seed: int) -> None:
+        """Random floats of [low, high)."""
+        ends = (ctypes.c_float(low), ctypes.c_float(high))
+        error = self.handle.kvq_uniform(
+            _PTR(address), _SIZE(count), 0, *ends, ctypes.c_uint64(seed), _PTR(self.stream)
+        )  # fmt: skip
+        self.check(error, "uniform")
+
+    def read(self, address: int, size: int, blocks: int, total: int) -> None:
+        """Enqueues a kernel that reads the bytes once."""
+        error = self.handle.kvq_read(_PTR(address), _SIZE(size), blocks, _PTR(total), _PTR(self.stream))
+        self.check(error, "read")
+
+    def event(self) -> int:
+        """An event that can be timed."""
+        return self._made(self.handle.kvq_event_create)
+
+    def record(self, event: int) -> None:
+        """Enqueues an event."""
+        self.check(self.handle.kvq_event_record(_PTR(event), _PTR(self.stream)), "event")
+
+    def elapsed(self, start: int, end: int) -> float:
+        """Milliseconds between two events that have passed."""
+        result = ctypes.c_float()
+        self.check(self.handle.kvq_event_elapsed(ctypes.byref(result), _PTR(start), _PTR(end)), "elapsed time")
+        return result.value
+
 
 class Graph:
     """A captured sequence of launches."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.executable, self.count = _PTR(), ctypes.c_int()
+        self.executable, self.kernel_count, self.node_count = _PTR(), ctypes.c_int(), ctypes.c_int()
 
     @property
     def kernels(self) -> int:
-        """Kernel nodes in it."""
-        return self.count.value
+        """Kernels in it."""
+        return self.kernel_count.value
+
+    @property
+    def nodes(self) -> int:
+        """All nodes in it: kernels, copies, fills and others."""
+        return self.node_count.value
 
     def launch(self) -> None:
         """Enqueues it."""

@@ -78,7 +78,7 @@ class HostLibrary:
 
     def fields(self) -> dict[str, tuple[int, int]]:
         """Offset and size of every field, as the C++ compiler laid them out."""
-        found = {}
+        found: dict[str, tuple[int, int]] = {}
         offset, size = _SIZE(), _SIZE()
         while name := self.handle.kvq_field(len(found), ctypes.byref(offset), ctypes.byref(size)):
             found[name.decode()] = (offset.value, size.value)

@@ -15,8 +15,10 @@ from python_tests.kernel.verify import verify
 from python_tests.kernel.yardstick import check_cache
 from python_tests.op.gqa_case import make_inputs, poisoned_cache
 from python_tests.op.pairwise import Choice, pairwise
+from python_tests.op.providers import FloatName
 from python_tests.reference.bfloat16 import round_bfloat16
 from python_tests.reference.format import Array, CacheDtype, Granularity, quantize_per_token
+from python_tests.reference.half_attention import HalfName
 from python_tests.reference.step import split_heads
 
 pytestmark = pytest.mark.gpu
@@ -110,12 +112,13 @@ def special_rows(head_size: int) -> Array:
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("head_size", [24, 128, 256])
 def test_special_rows(
-    head_size: int, dtype: CacheDtype, half: Any, scale_type: Any, granularity: Granularity, device: Device
+    head_size: int, dtype: CacheDtype, half: HalfName, scale_type: FloatName, granularity: Granularity, device: Device
 ) -> None:
     """Ties, zeros, subnormals, the largest values and values that are not finite, on both sides."""
     special = special_rows(head_size)
     case = KernelCase(
-        id=f"special-{head_size}-{dtype}-{half}-{scale_type}-{granularity}", dtype=dtype, head_size=head_size, activation=half,
+        id=f"special-{head_size}-{dtype}-{half}-{scale_type}-{granularity}", dtype=dtype, head_size=head_size,
+        activation=half,
         scale_type=scale_type, k_quant=granularity, v_quant=granularity, seq=len(special),
         totals=(len(special) + 3,), capacity=48, total=48,
     )  # fmt: skip
@@ -145,11 +148,12 @@ def test_bfloat16_range(dtype: CacheDtype, device: Device) -> None:
 
 @pytest.mark.parametrize("rotary", ROTARY)
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-def test_prompt_key(half: Any, rotary: str, device: Device) -> None:
+def test_prompt_key(half: HalfName, rotary: str, device: Device) -> None:
     """In a prompt the rotated keys are kept for attention; padding keeps its scratch."""
     for head_size in (24, 64, 200, 256):
         case = KernelCase(
-            id=f"prompt-key-{half}-{rotary}-{head_size}", activation=half, head_size=head_size, seq=9, totals=(9, 4, 0, 10),
+            id=f"prompt-key-{half}-{rotary}-{head_size}", activation=half, head_size=head_size, seq=9, totals=(9, 4,
+            0, 10),
             total=9, **ROTARY[rotary],
         )  # fmt: skip
         outcome, _, _ = verify(case, device, ("append",))
@@ -162,7 +166,7 @@ def test_activations_at_any_address(misalign: int, device: Device) -> None:
     for packed in (False, True):
         for rotary in ("none", "half", "interleaved"):
             case = KernelCase(
-                id=f"misaligned-{misalign}-{packed}-{rotary}", packed=packed, rotary=rotary, seq=3, totals=(40, 17),  # type: ignore[arg-type]
+                id=f"misaligned-{misalign}-{packed}-{rotary}", packed=packed, rotary=rotary, seq=3, totals=(40, 17),
                 head_size=72, total=64,
             )  # fmt: skip
             verify(case, device, ("append",), activation_misalign=misalign)

@@ -1,4 +1,7 @@
-"""Decode: up to 16 query rows of a KV head (8 for heads beyond 128) after a past, each list along one dimension of the problem."""
+"""Decode: up to 16 query rows of a KV head (8 for heads beyond 128) after a past.
+
+Each list goes along one dimension of the problem.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +47,10 @@ GROUPS = [
     for d in (64, 128)
 ]  # fmt: skip
 SIZES = [
-    KernelCase(id=f"decode-d{d}-{dtype}-{half}-{k}", dtype=dtype, activation=half, head_size=d, totals=(133, 5), capacity=140,
-               k_quant=k, v_quant=k)
+    KernelCase(
+        id=f"decode-d{d}-{dtype}-{half}-{k}", dtype=dtype, activation=half, head_size=d, totals=(133, 5),
+        capacity=140, k_quant=k, v_quant=k,
+    )
     for d in HEAD_SIZES
     for dtype in FORMATS
     for half in HALVES
@@ -53,7 +58,13 @@ SIZES = [
 ]  # fmt: skip
 WINDOWS = [
     KernelCase(
-        id=f"decode-window{w}-s{s}-mp{mp}", window=w, seq=s, totals=(260, s), total=300, capacity=300, multiprocessors=mp
+        id=f"decode-window{w}-s{s}-mp{mp}",
+        window=w,
+        seq=s,
+        totals=(260, s),
+        total=300,
+        capacity=300,
+        multiprocessors=mp,
     )
     for w in (1, 2, 7, 30, 31, 32, 62, 63, 64, 65, 126, 127, 128, 129, 258, 259, 260, 300, 2**31 - 2, 2**31 - 1)
     for s in (1, 4)
@@ -61,7 +72,8 @@ WINDOWS = [
 ]
 SCALES = [
     KernelCase(
-        id=f"decode-{k}-{v}-{dtype}-{half}", dtype=dtype, activation=half, k_quant=k, v_quant=v, totals=(77, 40), capacity=96,
+        id=f"decode-{k}-{v}-{dtype}-{half}", dtype=dtype, activation=half, k_quant=k, v_quant=v, totals=(77, 40),
+        capacity=96,
         total=96, rotary="half",
     )
     for k in GRANULARITIES
@@ -106,7 +118,8 @@ CAPACITY = [
 ]  # fmt: skip
 LONG = [
     KernelCase(
-        id=f"decode-long-{t}-mp{mp}-{dtype}", dtype=dtype, totals=(t,), capacity=t + 3, total=t + 3, heads=4, kv_heads=1,
+        id=f"decode-long-{t}-mp{mp}-{dtype}", dtype=dtype, totals=(t,), capacity=t + 3, total=t + 3, heads=4,
+        kv_heads=1,
         head_size=64, window=w, multiprocessors=mp,
     )
     for t, w, mp in ((8191, -1, 0), (8192, 700, 0), (32769, -1, 0), (32769, -1, 1))

@@ -23,7 +23,8 @@ LENGTHS = [
 ]  # fmt: skip
 TOKENS = [
     KernelCase(
-        id=f"prefill-t{t}-{half}", activation=half, seq=20, totals=(t, 20), total=1040, capacity=1040, heads=3, kv_heads=1,
+        id=f"prefill-t{t}-{half}", activation=half, seq=20, totals=(t, 20), total=1040, capacity=1040, heads=3,
+        kv_heads=1,
         head_size=64,
     )
     for t in (20, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1000)
@@ -60,7 +61,8 @@ WINDOWS = [
 ]
 SCALES = [
     KernelCase(
-        id=f"prefill-{k}-{v}-{dtype}-{half}", dtype=dtype, activation=half, k_quant=k, v_quant=v, seq=18, totals=(77, 40),
+        id=f"prefill-{k}-{v}-{dtype}-{half}", dtype=dtype, activation=half, k_quant=k, v_quant=v, seq=18, totals=(77,
+        40),
         capacity=96, total=96, rotary="half",
     )
     for k in GRANULARITIES

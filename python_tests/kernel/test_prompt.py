@@ -11,19 +11,29 @@ from python_tests.kernel.case import KernelCase
 from python_tests.kernel.device import Device
 from python_tests.kernel.edges import FORMATS, HALVES, HEAD_SIZES, SINKS, params
 from python_tests.kernel.verify import verify
-from python_tests.op.gqa_case import make_inputs
+from python_tests.op.gqa_case import RotaryName, make_inputs
 from python_tests.reference.format import CacheDtype, Granularity
 from python_tests.reference.half_attention import HalfName
 
 pytestmark = pytest.mark.gpu
 
+ROTARIES: list[RotaryName] = ["none", "half"]
+LAYOUTS: list[tuple[bool, RotaryName, CacheDtype]] = [
+    (False, "none", CacheDtype.INT8),
+    (True, "interleaved", CacheDtype.INT4),
+]
 LENGTHS = [
     KernelCase(
-        id=f"prompt-s{s}-{half}-{rotary}", activation=half, seq=s, totals=(s, (s + 1) // 2, 0), capacity=s + 3, rotary=rotary
+        id=f"prompt-s{s}-{half}-{rotary}",
+        activation=half,
+        seq=s,
+        totals=(s, (s + 1) // 2, 0),
+        capacity=s + 3,
+        rotary=rotary,
     )
     for s in (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 257)
     for half in HALVES
-    for rotary in ("none", "half")
+    for rotary in ROTARIES
 ]
 GROUPS = [
     KernelCase(
@@ -40,7 +50,7 @@ SIZES = [
     )
     for d in HEAD_SIZES
     for half in HALVES
-    for packed, rotary, dtype in ((False, "none", CacheDtype.INT8), (True, "interleaved", CacheDtype.INT4))
+    for packed, rotary, dtype in LAYOUTS
 ]  # fmt: skip
 WINDOWS = [
     KernelCase(id=f"prompt-window{w}-d{d}", window=w, seq=150, totals=(150, 131), capacity=150, head_size=d)
@@ -49,7 +59,8 @@ WINDOWS = [
 ]
 FEATURES = [
     KernelCase(
-        id=f"prompt-{sink}-cap{cap}-scale{scale}-{half}", activation=half, softcap=cap, scale=scale, seq=20, totals=(20, 3),
+        id=f"prompt-{sink}-cap{cap}-scale{scale}-{half}", activation=half, softcap=cap, scale=scale, seq=20,
+        totals=(20, 3),
         **SINKS[sink],
     )
     for sink in SINKS
@@ -71,11 +82,12 @@ STORED = [
 ]  # fmt: skip
 INVALID = [
     KernelCase(
-        id=f"prompt-invalid-{half}-{rotary}", activation=half, seq=6, totals=(6, 7, -1, 0, 3, 2**31), total=6, rotary=rotary,
+        id=f"prompt-invalid-{half}-{rotary}", activation=half, seq=6, totals=(6, 7, -1, 0, 3, 2**31), total=6,
+        rotary=rotary,
         cos_rows=5,
     )
     for half in HALVES
-    for rotary in ("none", "half")
+    for rotary in ROTARIES
 ]  # fmt: skip
 
 
@@ -88,7 +100,9 @@ def test_prompt(case: KernelCase, device: Device) -> None:
 @pytest.mark.parametrize("half", HALVES)
 def test_padding_is_not_read(half: HalfName, device: Device) -> None:
     """Rows behind a prompt's length hold NaN and Inf; rows before it are right, and the padding's output is 0."""
-    case = KernelCase(id=f"prompt-padding-{half}", activation=half, seq=70, totals=(70, 3, 8, 64, 0), capacity=70, rotary="half")
+    case = KernelCase(
+        id=f"prompt-padding-{half}", activation=half, seq=70, totals=(70, 3, 8, 64, 0), capacity=70, rotary="half"
+    )
     for bad in (np.nan, np.inf):
         inputs = make_inputs(case)
         assert inputs.key is not None
@@ -106,10 +120,11 @@ def test_padding_is_not_read(half: HalfName, device: Device) -> None:
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("side", ["key", "value"])
 def test_one_bad_token(side: str, half: HalfName, window: int, device: Device) -> None:
-    """A NaN, and an Inf of V, poisons the rows that attend it, and no other: neither those before it nor those past the window."""
+    """A NaN, and an Inf of V, poisons the rows that attend it: none before it, and none past the window."""
     for head_size in (64, 256):
         case = KernelCase(
-            id=f"prompt-bad-{side}-{half}-{window}-{head_size}", activation=half, seq=150, totals=(150, 150), window=window,
+            id=f"prompt-bad-{side}-{half}-{window}-{head_size}", activation=half, seq=150, totals=(150, 150),
+            window=window,
             head_size=head_size, capacity=150,
         )  # fmt: skip
         for token, bad in ((0, np.nan), (77, np.nan), (64, np.inf), (149, -np.inf)):

@@ -34,7 +34,7 @@ ARCH_VARIABLE = "KV_QUANT_CUDA_ARCH"
 GLUE = "gqa_cuda.cc"
 WARNINGS = ("-Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra")
 COMMON = ("-std=c++17", "-O3", "-lineinfo", "-Xcompiler", "-fPIC", f"-I{ROOT}", *WARNINGS)
-_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def included(source: Path) -> list[Path]:
     seen: dict[Path, None] = {source: None}
     queue = [source]
     while queue:
-        for name in _INCLUDE.findall(queue.pop().read_text(encoding="utf-8")):
+        for name in INCLUDE.findall(queue.pop().read_text(encoding="utf-8")):
             header = ROOT / name
             if header.is_file() and header not in seen:
                 seen[header] = None

@@ -10,7 +10,7 @@ import ctypes
 import os
 import re
 import sys
-import time
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -22,7 +22,6 @@ import numpy as np
 from python_tests.reference.format import U8, Array
 
 _POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-_HOST_FUNCTION = ctypes.CFUNCTYPE(None, _POINTER)
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cudaGetDeviceCount": (ctypes.POINTER(_INT),),
     "cudaGetDevice": (ctypes.POINTER(_INT),),
@@ -39,7 +38,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cudaStreamDestroy": (_POINTER,),
     "cudaStreamSynchronize": (_POINTER,),
     "cudaStreamWaitEvent": (_POINTER, _POINTER, ctypes.c_uint),
-    "cudaLaunchHostFunc": (_POINTER, _HOST_FUNCTION, _POINTER),
+    "cudaLaunchHostFunc": (_POINTER, _POINTER, _POINTER),
     "cudaEventCreate": (ctypes.POINTER(_POINTER),),
     "cudaEventDestroy": (_POINTER,),
     "cudaEventRecord": (_POINTER, _POINTER),
@@ -149,6 +148,19 @@ def synchronize(device_id: int = 0) -> None:
         _call("cudaDeviceSynchronize")
 
 
+@contextmanager
+def one_process_at_a_time() -> Iterator[None]:
+    """Keeps tests that take gigabytes apart where pytest-xdist runs several processes; on POSIX only."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with (Path(tempfile.gettempdir()) / "kv-quant-tests-large-memory.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def memory_info(device_id: int = 0) -> tuple[int, int]:
     """(free, total) bytes of the device, whoever uses them."""
     free, total = _SIZE(), _SIZE()
@@ -238,18 +250,19 @@ class Stream:
         self.device_id = device_id
         with on_device(device_id):
             self.handle = _integer(_POINTER, "cudaStreamCreateWithFlags", _NON_BLOCKING)
-        self._callbacks: list[Any] = []
 
     def synchronize(self) -> None:
         """Wait for what was enqueued."""
         _call("cudaStreamSynchronize", self.handle)
-        self._callbacks.clear()
 
     def pause(self, seconds: float) -> None:
-        """Enqueue a wait, so that whatever comes after it comes late."""
-        callback = _HOST_FUNCTION(lambda _: time.sleep(seconds))
-        self._callbacks.append(callback)
-        _call("cudaLaunchHostFunc", self.handle, callback, None)
+        """Enqueue a wait of less than a second, so that whatever comes after it comes late. POSIX only.
+
+        The host function is the C library's own: one in Python could collect garbage, and free device memory, where
+        CUDA forbids calls. Its argument travels as the pointer that host functions get.
+        """
+        usleep = ctypes.cast(ctypes.CDLL(None).usleep, _POINTER)
+        _call("cudaLaunchHostFunc", self.handle, usleep, int(seconds * 1e6))
 
     def copy(self, target: int, source: int, size: int) -> None:
         """Enqueue a copy between two addresses of the device."""

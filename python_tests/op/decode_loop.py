@@ -21,6 +21,7 @@ from python_tests.reference.format import Array
 from python_tests.reference.step import Cache, Expected, Inputs, run_step
 
 WRITTEN = ("query", "key", "value", "seqlens_k")
+STATE = ("past_key", "past_value", "k_scale", "v_scale")
 
 
 def step_inputs(case: Case, totals: tuple[int, ...], amplitude: float = 1.0) -> Inputs:
@@ -40,17 +41,26 @@ def step_inputs(case: Case, totals: tuple[int, ...], amplitude: float = 1.0) -> 
 class DecodeLoop:
     """One node, one binding, buffers that stay where they are; past is present unless the case says otherwise.
 
-    past: what the cache holds at first; by default what make_past gives.
+    past: what the cache holds at first; by default what make_past gives. cache_of: a loop whose buffers are this one's,
+    too, as a prompt's and a step's are.
     """
 
     def __init__(
-        self, case: Case, provider: Provider, *, session: ort.InferenceSession | None = None, past: Cache | None = None
+        self,
+        case: Case,
+        provider: Provider,
+        *,
+        session: ort.InferenceSession | None = None,
+        past: Cache | None = None,
+        cache_of: DecodeLoop | None = None,
     ) -> None:
         assert case.total is not None, "the host's total is the same for all steps"
         self.case, self.provider = case, provider
         self.session = make_session(build_model(case), provider) if session is None else session
         past = make_past(case) if past is None else past
         self.ins = input_buffers(case, make_inputs(case), past, provider)
+        if cache_of is not None:
+            self.ins |= {name: cache_of.ins[name] for name in STATE if name in self.ins}
         present = None if case.in_place else past
         self.outs = output_buffers(case, self.ins, present, provider)
         self.binding = bind(self.session, self.ins, self.outs)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from python_tests.op.checks import check_output, check_rows, check_scales
-from python_tests.op.cuda_runtime import DeviceMemory, memory_info
+from python_tests.op.cuda_runtime import DeviceMemory, memory_info, one_process_at_a_time
 from python_tests.op.gqa_case import POISON_BYTE, Case, make_inputs, make_past
 from python_tests.op.gqa_model import bind, build_model, cached_session, input_buffers, output_buffers
 from python_tests.op.providers import Provider
 from python_tests.reference.format import Array
-from python_tests.reference.step import Inputs, run_step
+from python_tests.reference.step import Cache, Inputs, run_step
 
 STATE = ("past_key", "past_value", "k_scale", "v_scale")
 # Every byte of a scale: a NaN in both scale types.
@@ -65,22 +65,25 @@ def verify_huge(huge: HugeCache, provider: Provider, *, all_bytes: bool = True) 
     small, case = huge.small, huge.case
     inputs, past = make_inputs(small), make_past(small)
     large_inputs = replace(inputs, seqlens_k=np.array(case.totals, np.int32) - 1, total_sequence_length=huge.capacity)
-    arrays = {
-        n: a for n, a in zip(STATE, (past.key, past.value, past.k_scale, past.v_scale), strict=True) if a is not None
-    }
-    needed = sum(huge.size(array) for array in arrays.values())
-    free = memory_info(provider.device_id)[0]
-    if free < needed + 2**30:
-        pytest.skip(f"needs {needed / 2**30:.0f} GiB of device memory, {free / 2**30:.0f} are free")
-    memories = {n: filled(huge, n, array, provider) for n, array in arrays.items()}
-    output = run_large(huge, large_inputs, memories, provider)
+    arrays = per_token(past)
     expected = run_step(small.operator, inputs, past)
-    check_output(output, expected)
-    after = (expected.cache.key, expected.cache.value, expected.cache.k_scale, expected.cache.v_scale)
-    for (name, memory), wanted in zip(memories.items(), after, strict=True):
-        assert wanted is not None
-        check_large(huge, name, memory, wanted, all_bytes=all_bytes)
-        memory.free()
+    needed = sum(huge.size(array) for array in arrays.values())
+    with one_process_at_a_time():
+        free = memory_info(provider.device_id)[0]
+        if free < needed + 2**30:
+            pytest.skip(f"needs {needed / 2**30:.0f} GiB of device memory, {free / 2**30:.0f} are free")
+        memories = {name: filled(huge, name, array, provider) for name, array in arrays.items()}
+        output = run_large(huge, large_inputs, memories, provider)
+        check_output(output, expected)
+        for name, wanted in per_token(expected.cache).items():
+            check_large(huge, name, memories[name], wanted, all_bytes=all_bytes)
+            memories[name].free()
+
+
+def per_token(cache: Cache) -> dict[str, Array]:
+    """What a PER_TOKEN cache consists of, by the names of the inputs."""
+    named = zip(STATE, (cache.key, cache.value, cache.k_scale, cache.v_scale), strict=True)
+    return {name: array for name, array in named if array is not None}
 
 
 def filled(huge: HugeCache, name: str, rows: Array, provider: Provider) -> DeviceMemory:

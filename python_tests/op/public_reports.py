@@ -128,12 +128,3 @@ REPORTS: dict[int, tuple[Report, ...]] = {
     ),
     63: (("microsoft/onnxruntime", (27321, 28031)),),
 }
-
-GPU_ROWS = {
-    25: "captures a CUDA graph and replays it for 64 steps",
-    31: "CUDA graphs with and without a user stream",
-    32: "races with a producer stream",
-    52: "dispatch by compute capability",
-    53: "a second device and opt-in shared memory",
-    56: "bfloat16 activations, which the CPU provider does not have",
-}

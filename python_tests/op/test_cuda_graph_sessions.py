@@ -14,7 +14,7 @@ import pytest
 from python_tests.op import cuda_runtime
 from python_tests.op.cuda_case import cuda_case
 from python_tests.op.decode_loop import DecodeLoop, same_state, step_inputs
-from python_tests.op.gqa_case import Case, poisoned_cache
+from python_tests.op.gqa_case import Case, make_inputs, poisoned_cache
 from python_tests.op.gqa_model import build_model, make_session
 from python_tests.op.providers import Provider
 from python_tests.reference.format import CacheDtype
@@ -54,6 +54,21 @@ def test_several_graphs_of_one_session(dtype: CacheDtype, cuda: Provider) -> Non
     for t in range(6):
         for number, loop in loops.items():
             decode(loop, 1, graph_id(number), start=t)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_prompt_then_captured_steps(dtype: CacheDtype, cuda: Provider) -> None:
+    """Generation as it is done: an eager prompt and captured steps of one session on one cache; then a new prompt."""
+    case = small(f"generate-{dtype}", dtype=dtype, totals=(1, 1))
+    session = make_session(build_model(case), cuda.having(enable_cuda_graph=1))
+    steps = DecodeLoop(case, cuda, session=session, past=poisoned_cache(case, CAPACITY))
+    for i, lengths in enumerate(((24, 9), (13, 24))):
+        prompt = replace(case, id=f"{case.id}-prompt-{i}", seq=24, totals=lengths, total=24)
+        first = DecodeLoop(prompt, cuda, session=session, cache_of=steps)
+        first.checked_step(make_inputs(prompt), graph_id(-1))
+        for t in range(1, 8):
+            totals = tuple(n + t for n in lengths)
+            steps.checked_step(step_inputs(replace(case, id=f"{case.id}-{i}"), totals), graph_id(1))
 
 
 @pytest.mark.parametrize("graph", [0, 1], ids=["eager", "graph"])

@@ -17,7 +17,7 @@ import pytest
 from python_tests.op.checks import check_cache, check_output
 from python_tests.op.cuda_case import cuda_case
 from python_tests.op.cuda_runtime import DeviceMemory, Stream
-from python_tests.op.decode_loop import DecodeLoop, step_inputs
+from python_tests.op.decode_loop import STATE, DecodeLoop, step_inputs
 from python_tests.op.gqa_case import make_past
 from python_tests.op.providers import Provider
 from python_tests.reference.format import CacheDtype
@@ -26,7 +26,6 @@ from python_tests.reference.step import Cache, run_step
 pytestmark = pytest.mark.gpu
 FORMATS = list(CacheDtype)
 LATE = 0.05
-STATE = ("past_key", "past_value", "k_scale", "v_scale")
 
 
 class Producer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
@@ -31,7 +30,7 @@ class Large:
         return self.batch * self.kv_heads * self.capacity * self.head_size
 
 
-def huge(name: str, large: Large, *, seq: int = 1, group: int = 4, **changes: Any) -> HugeCache:  # noqa: ANN401
+def huge(name: str, large: Large, *, seq: int = 1, group: int = 4, **changes: object) -> HugeCache:
     """Nine or more tokens with a window of 5, at the very end of the last entry and anywhere in the others."""
     total = seq + 8
     small = cuda_case(
@@ -58,14 +57,14 @@ def test_elements_beyond_int32(name: str, seq: int, cuda: Provider) -> None:
     """Decode, burst and chunk at the end of a cache of 2^31 elements and more, nothing else touched."""
     large = LARGE[name]
     assert large.elements >= 2**31
-    # The largest bytes are compared once; reading them back takes longer than all the rest.
-    verify_huge(huge(name, large, seq=seq), cuda, all_bytes=seq == 1)
+    # Reading gigabytes back takes longer than all the rest.
+    verify_huge(huge(name, large, seq=seq), cuda, all_bytes=seq == 1 and large.batch in (17, 33))
 
 
 @pytest.mark.parametrize("seq", [1, 20], ids=lambda s: f"s{s}")
 def test_rows_beyond_int32(seq: int, cuda: Provider) -> None:
     """More than 2^31 rows, and so scales, in each side."""
-    large = Large(257, 64, 131072, 8, CacheDtype.INT4)
+    large = Large(5, 64, 8388608, 8, CacheDtype.INT4)
     assert large.elements // large.head_size > 2**31
     verify_huge(huge("rows", large, seq=seq, group=1, scale_type="float16"), cuda, all_bytes=False)
 

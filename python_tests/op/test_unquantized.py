@@ -1,7 +1,8 @@
 """The unquantized operator: right, and with the bits of the unpatched release.
 
-KVQ_STOCK_PYTHON is the interpreter of an environment with the stock wheel of the same version. Both run
-stock_worker.py in a process of their own.
+KVQ_STOCK_PYTHON is the interpreter of an environment with the stock wheel of the same version, or KVQ_STOCK_SITE a
+folder that holds the unpacked wheel. For --provider cuda it must be one that the same compilers built: others round
+differently. Both wheels run stock_worker.py in a process of their own.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from python_tests.reference.step import run_step
 STOCK_VERSION = "1.21.0"
 WORKER = Path(__file__).with_name("stock_worker.py")
 ACTIVATIONS = selected().activations
+# The worker has no type that NumPy has not.
+COMPARED = [name for name in ACTIVATIONS if name != "bfloat16"]
 FEATURES: dict[str, dict[str, Any]] = {
     "step": {},
     "ragged": {"totals": (5, 30, 64), "total": 64},
@@ -78,11 +81,17 @@ def save(folder: Path, case: Case) -> None:
     """The case's model and tensors as stock_worker.py reads them."""
     inputs, past = make_inputs(case), make_past(case)
     prefix = "state:" if case.in_place else ""
+    shape = (case.batch, case.seq, case.heads * case.head_size)
+    first: dict[str, Any] = {"first:output": np.full(shape, 77, case.activation_type)}
+    if not case.in_place:
+        # Ones, so that rows that the call does not write compare equal.
+        present = (case.batch, case.kv_heads, case.present_capacity, case.head_size)
+        first |= {f"first:present_{n}": np.ones(present, case.activation_type) for n in ("key", "value")}
     tensors: dict[str, Any] = {
         "query": inputs.query, "key": inputs.key, "value": inputs.value, "seqlens_k": inputs.seqlens_k,
         "total_sequence_length": np.array([inputs.total_sequence_length], np.int32),
         "cos_cache": inputs.cos_cache, "sin_cache": inputs.sin_cache,
-        f"{prefix}past_key": past.key, f"{prefix}past_value": past.value,
+        f"{prefix}past_key": past.key, f"{prefix}past_value": past.value, **first,
     }  # fmt: skip
     (folder / f"{case.id}.onnx").write_bytes(build_model(case))
     np.savez(folder / f"{case.id}.npz", **{k: v for k, v in tensors.items() if v is not None})
@@ -97,23 +106,25 @@ def comparison_case(feature: str, activation: FloatName, in_place: bool) -> Case
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory: pytest.TempPathFactory, provider: Provider) -> Path:
     """A folder with the results of every case, from this interpreter's wheel and from the stock one."""
-    stock = os.environ.get("KVQ_STOCK_PYTHON")
-    if not stock:
+    python, site = os.environ.get("KVQ_STOCK_PYTHON"), os.environ.get("KVQ_STOCK_SITE")
+    if not python and not site:
         pytest.skip("KVQ_STOCK_PYTHON is not set: no stock wheel to compare with")
     folder = tmp_path_factory.mktemp("stock")
-    for feature, activation, in_place in product(FEATURES, ACTIVATIONS, (True, False)):
+    for feature, activation, in_place in product(FEATURES, COMPARED, (True, False)):
         save(folder, comparison_case(feature, activation, in_place))
-    for label, python in (("stock", stock), ("patched", sys.executable)):
-        command = [python, "-I", str(WORKER), str(folder), label]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=folder)
+    paths = {"stock": site or "", "patched": os.environ.get("PYTHONPATH", "")}
+    for label, interpreter in (("stock", python or sys.executable), ("patched", sys.executable)):
+        command = [interpreter, "-P", str(WORKER), str(folder), label, provider.name, provider.device]
+        env = {**os.environ, "PYTHONPATH": paths[label]}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=folder, env=env)
         assert done.returncode == 0, f"{label}: {done.stderr[-2000:]}"
     return folder
 
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["in-place", "separate"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", COMPARED)
 @pytest.mark.parametrize("feature", list(FEATURES))
 def test_bits_of_the_stock_wheel(feature: str, activation: FloatName, in_place: bool, saved: Path) -> None:
     """Output and cache equal the stock wheel's bit for bit."""

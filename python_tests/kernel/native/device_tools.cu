@@ -70,7 +70,8 @@ __global__ void __launch_bounds__(kThreads) UniformKernel(T* data, size_t count,
 
 unsigned Blocks(size_t items) {
   const size_t wanted = (items + kThreads - 1) / kThreads;
-  return static_cast<unsigned>(wanted < 1 ? 1 : wanted > 4096 ? 4096 : wanted);
+  return static_cast<unsigned>(wanted < 1 ? 1 : wanted > 4096 ? 4096
+                                                              : wanted);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include <cuda_runtime.h>
 
@@ -67,21 +68,23 @@ int kvq_event_elapsed(float* milliseconds, cudaEvent_t from, cudaEvent_t to) {
   return cudaEventElapsedTime(milliseconds, from, to);
 }
 
-// What is enqueued on the stream between begin and end becomes an executable graph. kernels: the kernel nodes in it.
+// What is enqueued on the stream between begin and end becomes an executable graph; *kernels of its *nodes are kernels.
 int kvq_capture_begin(cudaStream_t stream) {
   return cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal);
 }
-int kvq_capture_end(cudaStream_t stream, cudaGraphExec_t* executable, int* kernels) {
+int kvq_capture_end(cudaStream_t stream, cudaGraphExec_t* executable, int* kernels, int* nodes) {
   cudaGraph_t graph = nullptr;
   cudaError_t error = cudaStreamEndCapture(stream, &graph);
   if (error != cudaSuccess) return error;
-  cudaGraphNode_t nodes[256];
-  size_t count = sizeof(nodes) / sizeof(nodes[0]);
-  error = cudaGraphGetNodes(graph, nodes, &count);
+  size_t count = 0;
+  error = cudaGraphGetNodes(graph, nullptr, &count);
+  std::vector<cudaGraphNode_t> found(count);
+  if (error == cudaSuccess && count > 0) error = cudaGraphGetNodes(graph, found.data(), &count);
+  *nodes = static_cast<int>(count);
   *kernels = 0;
-  for (size_t i = 0; error == cudaSuccess && i < count; ++i) {
-    cudaGraphNodeType type;
-    error = cudaGraphNodeGetType(nodes[i], &type);
+  for (cudaGraphNode_t node : found) {
+    cudaGraphNodeType type = cudaGraphNodeTypeEmpty;
+    if (error == cudaSuccess) error = cudaGraphNodeGetType(node, &type);
     if (type == cudaGraphNodeTypeKernel) ++*kernels;
   }
   if (error == cudaSuccess) error = cudaGraphInstantiate(executable, graph, 0);

@@ -2,10 +2,14 @@
 //
 // Codes and scales on the device. The format is format.h's; expansion to half is exact in all three formats.
 //
-// A 32-bit word of a row holds kElements codes. Expansion knows two orders, because a dot product does not care about
+// A 32-bit word of a row holds kElements codes. Expansion knows three orders, because a dot product does not care about
 // the order along D and a permuted order needs fewer instructions:
 //   ExpandWord   one word of one row -> kElements / 2 half2; half2 i holds elements First(i) and Second(i)
 //   ExpandPair   the same word of two rows -> kElements half2; half2 d holds element d of row a and of row b
+//   ExpandKey    as ExpandWord, in order KeyFirst(i), KeySecond(i), for products with a query: an element is
+//                (code + kKeyBias) * KeyUnit(i). The integer formats leave the offset code in the low bits of a half,
+//                where it is that many 2^-24: a query then has 1 / KeyUnit folded in, and kKeyBias times its sum is
+//                subtracted from the product. Sums over many tokens, as V's, would lose bits to the bias.
 
 #pragma once
 
@@ -42,6 +46,14 @@ __device__ __forceinline__ uint32_t Insert(uint32_t x) {
   return y;
 }
 
+// (x ^ flip) & mask in one instruction.
+template <uint32_t kFlip, uint32_t kMask>
+__device__ __forceinline__ uint32_t FlipAndMask(uint32_t x) {
+  uint32_t y;
+  asm("lop3.b32 %0, %1, %2, %3, 0x28;\n" : "=r"(y) : "r"(x), "n"(kFlip), "n"(kMask));
+  return y;
+}
+
 }  // namespace codec_internal
 
 template <KvFormat kFormat>
@@ -59,6 +71,16 @@ struct Codec<KvFormat::kInt8> {
     const uint32_t u = word ^ 0x80808080u;
     out[0] = codec_internal::SubtractHalf2(__byte_perm(u, 0x64646464u, 0x4140), 0x64806480u);
     out[1] = codec_internal::SubtractHalf2(__byte_perm(u, 0x64646464u, 0x4342), 0x64806480u);
+  }
+
+  static constexpr float kKeyBias = 128.0f;
+  __host__ __device__ static constexpr int KeyFirst(int i) { return i; }
+  __host__ __device__ static constexpr int KeySecond(int i) { return i + 2; }
+  __host__ __device__ static constexpr float KeyUnit(int) { return 0x1p-24f; }
+
+  static __device__ __forceinline__ void ExpandKey(uint32_t word, uint32_t (&out)[2]) {
+    out[0] = codec_internal::FlipAndMask<0x00800080u, 0x00FF00FFu>(word);
+    out[1] = codec_internal::FlipAndMask<0x00800080u, 0x00FF00FFu>(word >> 8);
   }
 
   static __device__ __forceinline__ void ExpandPair(uint32_t a, uint32_t b, uint32_t (&out)[4]) {
@@ -90,6 +112,13 @@ struct Codec<KvFormat::kFloat8E4M3FN> {
     out[1] = ExpandTwo(__byte_perm(word, 0u, 0x3424));
 #endif
   }
+
+  static constexpr float kKeyBias = 0.0f;
+  __host__ __device__ static constexpr int KeyFirst(int i) { return First(i); }
+  __host__ __device__ static constexpr int KeySecond(int i) { return Second(i); }
+  __host__ __device__ static constexpr float KeyUnit(int) { return 1.0f; }
+
+  static __device__ __forceinline__ void ExpandKey(uint32_t word, uint32_t (&out)[2]) { ExpandWord(word, out); }
 
   static __device__ __forceinline__ void ExpandPair(uint32_t a, uint32_t b, uint32_t (&out)[4]) {
     uint32_t half[2];
@@ -134,6 +163,19 @@ struct Codec<KvFormat::kInt4> {
     out[1] = FmaHalf2(Insert<0x00F000F0u, 0x64006400u>(word), 0x2C002C00u, 0xD480D480u);  // / 16 - 72
     out[2] = SubtractHalf2(Insert<0x000F000Fu, 0x64006400u>(upper), 0x64086408u);
     out[3] = FmaHalf2(Insert<0x00F000F0u, 0x64006400u>(upper), 0x2C002C00u, 0xD480D480u);
+  }
+
+  static constexpr float kKeyBias = 8.0f;
+  __host__ __device__ static constexpr int KeyFirst(int i) { return First(i); }
+  __host__ __device__ static constexpr int KeySecond(int i) { return Second(i); }
+  __host__ __device__ static constexpr float KeyUnit(int i) { return i % 2 == 0 ? 0x1p-24f : 0x1p-20f; }
+
+  static __device__ __forceinline__ void ExpandKey(uint32_t word, uint32_t (&out)[4]) {
+    const uint32_t upper = word >> 8;
+    out[0] = word & 0x000F000Fu;
+    out[1] = word & 0x00F000F0u;
+    out[2] = upper & 0x000F000Fu;
+    out[3] = upper & 0x00F000F0u;
   }
 
   static __device__ __forceinline__ void ExpandPair(uint32_t a, uint32_t b, uint32_t (&out)[8]) {

@@ -17,64 +17,16 @@
 #pragma once
 
 #include "contrib_ops/cuda/bert/kv_cache_quant/cache_row.cuh"
-#include "contrib_ops/cuda/bert/kv_cache_quant/codec.cuh"
+#include "contrib_ops/cuda/bert/kv_cache_quant/decode_shape.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/mma.cuh"
-#include "contrib_ops/cuda/bert/kv_cache_quant/query.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/unit.cuh"
 
 namespace onnxruntime {
 namespace contrib {
 namespace kv_cache_quant {
 
-constexpr int kDecodeWarps = 4;
-constexpr int kDecodeSplitTile = 64;  // tokens; a split is a multiple of it
-
-// Scores may exceed the running maximum by this (log2 units) before it is raised, and a V scale the running
-// normalizer by this factor: fewer rescalings, and weights stay below 2^12 in half.
-constexpr float kMaximumSlack = 8.0f;
-constexpr float kScaleSlack = 16.0f;
-constexpr float kSmallestNorm = 1e-37f;  // its inverse is finite
-
-template <KvFormat kFormat, int kHeadSize, bool kWholeRows, int kRowTiles>
-struct DecodeShape {
-  using FormatCodec = Codec<kFormat>;
-  static constexpr int kRows = 8 * kRowTiles;
-  static constexpr int kTokenTiles = kHeadSize <= 128 && kRowTiles == 1 ? 2 : 1;
-  static constexpr int kTileTokens = 16 * kTokenTiles;
-  static constexpr int kElements = FormatCodec::kElements;
-  static constexpr int kKeyWords = kHeadSize / kElements / 4;    // of one row, per lane
-  static constexpr int kValueWords = kHeadSize / kElements / 8;  // of one row, per lane
-  static constexpr int kKeyVector = kKeyWords < 4 ? kKeyWords : 4;
-  static constexpr int kValueVector = kValueWords < 4 ? kValueWords : 4;
-  static constexpr int kPieceWords = kFormat == KvFormat::kInt4 ? 1 : 2;
-  static constexpr int kElementTiles = kHeadSize / 16;
-  static constexpr bool kQueryInRegisters = kHeadSize * kRowTiles <= (kWholeRows ? 256 : 128);
-  static constexpr int kQueryStride = kHeadSize + 8;
-#if __CUDA_ARCH__ < 890
-  static constexpr bool kManyRegisters = kFormat == KvFormat::kFloat8E4M3FN;  // conversion in software
-#else
-  static constexpr bool kManyRegisters = false;
-#endif
-  static constexpr int kMinBlocks = kHeadSize <= 128 && kRowTiles == 1 && !kManyRegisters ? 3 : 2;
-
-  // Byte offset in a row of word w of a lane's part.
-  static __device__ __forceinline__ int KeyOffset(int w, int c) {
-    return (w / kKeyVector * 4 + c) * kKeyVector * 4 + w % kKeyVector * 4;
-  }
-  static __device__ __forceinline__ int ValueOffset(int w, int r) {
-    return (w / kValueVector * 8 + r) * kValueVector * 4 + w % kValueVector * 4;
-  }
-  // First head element in the word at a byte offset.
-  static __device__ __forceinline__ int Element(int offset) { return offset / 4 * kElements; }
-};
-
-// Replaces NaN halves of x by 0 and marks them in `nan` by 1.
-__device__ __forceinline__ void SplitNan(uint32_t& x, uint32_t& nan) {
-  const __half2 h = reinterpret_cast<const __half2&>(x);
-  const uint32_t mask = (__hisnan(__low2half(h)) ? 0x0000FFFFu : 0u) | (__hisnan(__high2half(h)) ? 0xFFFF0000u : 0u);
-  nan = mask & 0x3C003C00u;
-  x &= ~mask;
-}
+// Inf * 0 is NaN.
+__device__ __forceinline__ float InfinityToNan(float x) { return fmaf(x, 0.0f, x); }
 
 // One warp's part of the attention of a unit.
 template <KvFormat kFormat, int kHeadSize, bool kWholeRows, int kRowTiles>
@@ -82,32 +34,38 @@ struct DecodeWarp {
   using Shape = DecodeShape<kFormat, kHeadSize, kWholeRows, kRowTiles>;
   using FormatCodec = Codec<kFormat>;
   static constexpr int kTokenTiles = Shape::kTokenTiles;
+  static constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+  using Tile = float[kTokenTiles][kRowTiles][4];  // tokens r (0, 1) and r + 8 (2, 3), query rows 2c and 2c + 1
 
   const GqaParams& p;
   const int r;             // lane / 4
   const int c;             // lane % 4
   const int64_t base_row;  // cache row of the first token of the split; tokens are counted from it below
   const int count;         // tokens of the split
-  const __half* query;     // shared, (kRows, kQueryStride)
+  const __half* query;     // shared, (kRows, kQueryStride): times 1 / KeyUnit
   const bool k_per_token;
   const bool v_per_token;
+  const int row_bytes;
+  const uint8_t* const key_codes;    // of this lane: quarter c of the row of token r of the split
+  const int key_left;                // bytes of a row from there on
+  const uint8_t* const value_codes;  // eighth r of the row of token 2c
+  const int value_left;
 
-  // Of query rows 8 * tile + 2c + e.
-  float factor[kRowTiles][2];  // from accumulated products to log2 units
-  int low[kRowTiles][2];       // tokens [low, high) are attended
-  int high[kRowTiles][2];
-  float maximum[kRowTiles][2];
+  // Of query rows 8 * tile + 2c + e. A score in log2 units is (product * factor - bias) * K's token scale.
+  float factor[kRowTiles][2];
+  float bias[kRowTiles][2];
+  float maximum[kRowTiles][2];      // that the weights refer to; -inf before the first attended token
   float denominator[kRowTiles][2];  // this lane's tokens only
   float out[kRowTiles][Shape::kElementTiles][4];
-  float v_norm;   // V scales are divided by it: half weights keep their precision whatever the scales are
-  int whole_low;  // every row attends tokens [whole_low, whole_high)
-  int whole_high;
+  float v_norm;  // V scales are divided by it: half weights keep their precision whatever the scales are
+  float v_norm_inverse;
+  int first_position;  // of query row 0, counted as tokens are; negative where the split begins later
 
   uint32_t query_words[Shape::kQueryInRegisters ? kRowTiles : 1][Shape::kElementTiles][2];
   uint32_t key_words[kTokenTiles][2][Shape::kKeyWords];
   uint32_t value_words[kTokenTiles][4][Shape::kValueWords];
-  float k_scale[kTokenTiles][2];
-  float v_scale[kTokenTiles][2];
+  uint32_t k_scale[kTokenTiles][2];  // as stored
+  uint32_t v_scale[kTokenTiles][2];
 
   __device__ __forceinline__ DecodeWarp(const GqaParams& params, int lane, int64_t first_row, int tokens,
                                         const __half* shared_query)
@@ -119,7 +77,18 @@ struct DecodeWarp {
         query(shared_query),
         k_per_token(params.k.mode == KvScaleMode::kPerToken),
         v_per_token(params.v.mode == KvScaleMode::kPerToken),
-        v_norm(0.0f) {
+        row_bytes(kWholeRows ? kHeadSize * FormatCodec::kBits / 8 : params.row_bytes),
+        key_codes(params.k.codes + (first_row + lane / 4) * row_bytes + Shape::KeyOffset(0, lane % 4)),
+        key_left(row_bytes - Shape::KeyOffset(0, lane % 4)),
+        value_codes(params.v.codes + (first_row + 2 * (lane % 4)) * row_bytes + Shape::ValueOffset(0, lane / 4)),
+        value_left(row_bytes - Shape::ValueOffset(0, lane / 4)),
+        v_norm(0.0f),
+        v_norm_inverse(1.0f) {
+#pragma unroll
+    for (int m = 0; m < kTokenTiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) k_scale[m][i] = v_scale[m][i] = 0x3F800000u;  // 1: stays so without token scales
+    }
 #pragma unroll
     for (int n = 0; n < kRowTiles; ++n) {
 #pragma unroll
@@ -135,74 +104,126 @@ struct DecodeWarp {
     }
   }
 
-  // first: tokens of the split before the position of the first query row (negative where the split begins later).
-  // Rows beyond the last one are like it; they are not written.
-  __device__ __forceinline__ void SetRows(const float* row_factor, int64_t first, int rows) {
-    whole_low = 0;
+  // row_factor, row_sum: of each query row, what LoadQueryRow returned and the sum of what it stored.
+  __device__ __forceinline__ void SetRows(const float* row_factor, const float* row_sum, int64_t first) {
+    first_position = static_cast<int>(max(first, static_cast<int64_t>(-Shape::kRows)));
 #pragma unroll
     for (int n = 0; n < kRowTiles; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int row = 8 * n + 2 * c + e;
-        const int64_t position = first + min(row, rows - 1) / p.group_size;
         factor[n][e] = row_factor[row];
-        high[n][e] = ClampToken(position + 1);
-        low[n][e] = p.local_window_size < 0 ? 0 : ClampToken(position - p.local_window_size);
+        bias[n][e] = FormatCodec::kKeyBias * row_factor[row] * row_sum[row];
       }
     }
-    const int64_t last = first + (rows - 1) / p.group_size;
-    whole_high = ClampToken(first + 1);
-    if (p.local_window_size >= 0) whole_low = ClampToken(last - p.local_window_size);
   }
 
-  __device__ __forceinline__ int ClampToken(int64_t token) const {
-    return static_cast<int>(token < 0 ? 0 : token > count ? count
-                                                          : token);
+  // Tokens [low, high) are attended by query row 8 * n + 2c + e. Rows beyond the last one are like it; they are not
+  // written.
+  __device__ __forceinline__ void Attended(int n, int e, int* low, int* high) const {
+    const int s = min((8 * n + 2 * c + e) / p.group_size, p.sequence_length - 1);
+    *high = min(first_position + s + 1, count);
+    *low = p.local_window_size < 0 ? 0 : first_position + s - p.local_window_size;
   }
 
-  // Rows of a tile beyond the split repeat its last token: they are masked, and nothing past it is read.
-  __device__ __forceinline__ int64_t CacheRow(int token) const { return base_row + min(token, count - 1); }
+  // Whether a token of the tile is not attended by every row.
+  __device__ __forceinline__ bool IsMasked(int tile) const {
+    const int low = p.local_window_size < 0 ? 0 : first_position + p.sequence_length - 1 - p.local_window_size;
+    return tile < low || tile + Shape::kTileTokens > min(first_position + 1, count);
+  }
 
   __device__ __forceinline__ void LoadKey(int tile) {
-#pragma unroll
-    for (int m = 0; m < kTokenTiles; ++m) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int64_t row = CacheRow(tile + 16 * m + 8 * i + r);
-        const uint8_t* codes = p.k.codes + row * p.row_bytes;
-#pragma unroll
-        for (int w = 0; w < Shape::kKeyWords; w += Shape::kKeyVector) {
-          LoadRowPart<Shape::kKeyVector, kWholeRows, Shape::kPieceWords>(codes, Shape::KeyOffset(w, c), p.row_bytes,
-                                                                         key_words[m][i] + w);
-        }
-        k_scale[m][i] = k_per_token ? LoadTokenScale(p.k, row) : 1.0f;
-      }
+    if (tile + Shape::kTileTokens <= count) {
+      LoadKeyRows<true>(tile);
+    } else {
+      LoadKeyRows<false>(tile);
     }
   }
 
   __device__ __forceinline__ void LoadValue(int tile) {
+    if (tile + Shape::kTileTokens <= count) {
+      LoadValueRows<true>(tile);
+    } else {
+      LoadValueRows<false>(tile);
+    }
+  }
+
+  // Tokens from token_at(lane's first token of the tile) to a token `at` later. In a whole tile a constant, which costs
+  // no address arithmetic. Rows of a tile beyond the split repeat its last token: they are masked, and nothing past it
+  // is read.
+  template <bool kWholeTile>
+  __device__ __forceinline__ int Ahead(int first, int at) const {
+    return kWholeTile ? at : min(first + at, count - 1) - first;
+  }
+
+  template <bool kWholeTile>
+  __device__ __forceinline__ void LoadKeyRows(int tile) {
+    const uint8_t* const codes = key_codes + static_cast<int64_t>(tile) * row_bytes;
+#pragma unroll
+    for (int m = 0; m < kTokenTiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint8_t* const row = codes + Ahead<kWholeTile>(tile + r, 16 * m + 8 * i) * row_bytes;
+#pragma unroll
+        for (int w = 0; w < Shape::kKeyWords; w += Shape::kKeyVector) {
+          LoadRowPart<Shape::kKeyVector, kWholeRows, Shape::kPieceWords>(row, Shape::KeyOffset(w, 0), key_left,
+                                                                         key_words[m][i] + w);
+        }
+      }
+    }
+    if (k_per_token) LoadScales<kWholeTile>(p.k, tile, k_scale);
+  }
+
+  template <bool kWholeTile>
+  __device__ __forceinline__ void LoadValueRows(int tile) {
+    const uint8_t* const codes = value_codes + static_cast<int64_t>(tile) * row_bytes;
 #pragma unroll
     for (int m = 0; m < kTokenTiles; ++m) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint8_t* codes = p.v.codes + CacheRow(tile + 16 * m + i / 2 * 8 + 2 * c + i % 2) * p.row_bytes;
+        const uint8_t* const row = codes + Ahead<kWholeTile>(tile + 2 * c, 16 * m + i / 2 * 8 + i % 2) * row_bytes;
 #pragma unroll
         for (int w = 0; w < Shape::kValueWords; w += Shape::kValueVector) {
-          LoadRowPart<Shape::kValueVector, kWholeRows, Shape::kPieceWords>(codes, Shape::ValueOffset(w, r),
-                                                                           p.row_bytes, value_words[m][i] + w);
+          LoadRowPart<Shape::kValueVector, kWholeRows, Shape::kPieceWords>(row, Shape::ValueOffset(w, 0), value_left,
+                                                                           value_words[m][i] + w);
         }
       }
+    }
+    if (v_per_token) LoadScales<kWholeTile>(p.v, tile, v_scale);
+  }
+
+  // Scales of tokens r and r + 8 of each token tile as they are stored: to touch them here would wait for the load.
+  template <bool kWholeTile>
+  __device__ __forceinline__ void LoadScales(const KvSide& side, int tile, uint32_t (&bits)[kTokenTiles][2]) const {
+    const int64_t row = base_row + tile + r;
+    if (side.token_scale_is_half) {
+      const auto* const at = static_cast<const uint16_t*>(side.token_scale) + row;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        v_scale[m][i] = v_per_token ? LoadTokenScale(p.v, CacheRow(tile + 16 * m + 8 * i + r)) : 1.0f;
-      }
+      for (int i = 0; i < 2 * kTokenTiles; ++i) bits[i / 2][i % 2] = at[Ahead<kWholeTile>(tile + r, 8 * i)];
+    } else {
+      const auto* const at = static_cast<const uint32_t*>(side.token_scale) + row;
+#pragma unroll
+      for (int i = 0; i < 2 * kTokenTiles; ++i) bits[i / 2][i % 2] = at[Ahead<kWholeTile>(tile + r, 8 * i)];
+    }
+  }
+
+  // From LoadScales' bits; 1 on a side without token scales.
+  static __device__ __forceinline__ void ReadScales(const KvSide& side, const uint32_t (&bits)[kTokenTiles][2],
+                                                    float (&scales)[kTokenTiles][2]) {
+    const bool is_half = side.mode == KvScaleMode::kPerToken && side.token_scale_is_half;
+#pragma unroll
+    for (int i = 0; i < 2 * kTokenTiles; ++i) scales[i / 2][i % 2] = __uint_as_float(bits[i / 2][i % 2]);
+    if (!is_half) return;
+#pragma unroll
+    for (int i = 0; i < 2 * kTokenTiles; ++i) {
+      scales[i / 2][i % 2] = __half2float(__ushort_as_half(static_cast<unsigned short>(bits[i / 2][i % 2])));
     }
   }
 
   // Operand of query rows 8 * n + r for the i-th half2 of K word w.
   __device__ __forceinline__ uint32_t QueryWord(int n, int w, int i) const {
     const __half* row = query + (8 * n + r) * Shape::kQueryStride + Shape::Element(Shape::KeyOffset(w, c));
-    const __half2 pair = __halves2half2(row[FormatCodec::First(i)], row[FormatCodec::Second(i)]);
+    const __half2 pair = __halves2half2(row[FormatCodec::KeyFirst(i)], row[FormatCodec::KeySecond(i)]);
     return reinterpret_cast<const uint32_t&>(pair);
   }
 
@@ -222,8 +243,7 @@ struct DecodeWarp {
     }
   }
 
-  // scores[m][n]: tokens r (0, 1) and r + 8 (2, 3) of token tile m, query rows 2c and 2c + 1 of row tile n.
-  __device__ __forceinline__ void Score(float (&scores)[kTokenTiles][kRowTiles][4]) const {
+  __device__ __forceinline__ void Score(Tile& scores) const {
 #pragma unroll
     for (int m = 0; m < kTokenTiles; ++m) {
 #pragma unroll
@@ -236,8 +256,8 @@ struct DecodeWarp {
         constexpr int kHalves = Shape::kElements / 2;
         uint32_t upper[kHalves];
         uint32_t lower[kHalves];
-        FormatCodec::ExpandWord(key_words[m][0][w], upper);
-        FormatCodec::ExpandWord(key_words[m][1][w], lower);
+        FormatCodec::ExpandKey(key_words[m][0][w], upper);
+        FormatCodec::ExpandKey(key_words[m][1][w], lower);
 #pragma unroll
         for (int i = 0; i < kHalves; i += 2) {
           const uint32_t a[4] = {upper[i], lower[i], upper[i + 1], lower[i + 1]};
@@ -255,29 +275,51 @@ struct DecodeWarp {
     }
   }
 
-  // From products to log2 units; masked scores become -inf, whatever they were.
-  __device__ __forceinline__ void FinishScores(float (&scores)[kTokenTiles][kRowTiles][4], int tile,
-                                               bool masked) const {
+  // From products to log2 units relative to the running maximum. Masked scores become -inf, whatever they were.
+  __device__ __forceinline__ void FinishScores(Tile& scores, int tile, bool masked) const {
+    float scale[kTokenTiles][2];
+    ReadScales(p.k, k_scale, scale);
+    // The product of a row of zero codes is zero but for rounding: Inf times it would be any infinity or NaN.
 #pragma unroll
-    for (int m = 0; m < kTokenTiles; ++m) {
+    for (int i = 0; i < 2 * kTokenTiles; ++i) scale[i / 2][i % 2] = InfinityToNan(scale[i / 2][i % 2]);
 #pragma unroll
-      for (int n = 0; n < kRowTiles; ++n) {
+    for (int n = 0; n < kRowTiles; ++n) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          float s = scores[m][n][j] * factor[n][j % 2] * k_scale[m][j / 2];
-          if (p.softcap > 0.0f) s = SoftcapLog2(s, p.softcap);
-          if (masked) {
-            const int token = tile + 16 * m + j / 2 * 8 + r;
-            if (token < low[n][j % 2] || token >= high[n][j % 2]) s = -INFINITY;
+      for (int e = 0; e < 2; ++e) {
+        const float reference = maximum[n][e] == -INFINITY ? 0.0f : maximum[n][e];
+#pragma unroll
+        for (int m = 0; m < kTokenTiles; ++m) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float& s = scores[m][n][2 * i + e];
+            s = fmaf(s, factor[n][e], -bias[n][e]);
+            s = p.softcap > 0.0f ? SoftcapLog2(s * scale[m][i], p.softcap) - reference
+                                 : fmaf(s, scale[m][i], -reference);
           }
-          scores[m][n][j] = s;
+        }
+      }
+    }
+    if (!masked) return;
+#pragma unroll
+    for (int n = 0; n < kRowTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        int low, high;
+        Attended(n, e, &low, &high);
+#pragma unroll
+        for (int m = 0; m < kTokenTiles; ++m) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int token = tile + 16 * m + 8 * i + r;
+            if (token < low || token >= high) scores[m][n][2 * i + e] = -INFINITY;
+          }
         }
       }
     }
   }
 
-  // Raises the running maxima where a score exceeds them by more than the slack.
-  __device__ __forceinline__ void UpdateMaximum(const float (&scores)[kTokenTiles][kRowTiles][4]) {
+  // Raises the running maxima where a score exceeds them by more than the slack, and has scores refer to the new ones.
+  __device__ __forceinline__ void RaiseMaximum(Tile& scores) {
     float top[kRowTiles][2];
     bool exceeded = false;
 #pragma unroll
@@ -289,25 +331,32 @@ struct DecodeWarp {
         for (int m = 0; m < kTokenTiles; ++m) {
           top[n][e] = fmaxf(top[n][e], fmaxf(scores[m][n][e], scores[m][n][2 + e]));
         }
-        exceeded = exceeded || top[n][e] > maximum[n][e] + kMaximumSlack;
+        exceeded = exceeded || top[n][e] > (maximum[n][e] == -INFINITY ? -INFINITY : kMaximumSlack);
       }
     }
-    if (!__any_sync(0xFFFFFFFFu, exceeded)) return;
+    if (!__any_sync(kAllLanes, exceeded)) return;
 #pragma unroll
     for (int n = 0; n < kRowTiles; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        float x = top[n][e];
+        float step = top[n][e];
 #pragma unroll
-        for (int mask = 4; mask < 32; mask *= 2) x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, mask));
-        const float raised = fmaxf(maximum[n][e], x);
-        const float shrink = maximum[n][e] == -INFINITY ? 0.0f : Exp2(maximum[n][e] - raised);
-        maximum[n][e] = raised;
+        for (int mask = 4; mask < 32; mask *= 2) step = fmaxf(step, __shfl_xor_sync(kAllLanes, step, mask));
+        const bool first = maximum[n][e] == -INFINITY;
+        if (!first) step = fmaxf(step, 0.0f);
+        if (step == -INFINITY) continue;  // no token of the row yet
+        maximum[n][e] = first ? step : maximum[n][e] + step;
+        const float shrink = first ? 0.0f : Exp2(-step);
         denominator[n][e] *= shrink;
 #pragma unroll
         for (int i = 0; i < Shape::kElementTiles; ++i) {
           out[n][i][e] *= shrink;
           out[n][i][2 + e] *= shrink;
+        }
+#pragma unroll
+        for (int m = 0; m < kTokenTiles; ++m) {
+          scores[m][n][e] -= step;
+          scores[m][n][2 + e] -= step;
         }
       }
     }
@@ -315,21 +364,22 @@ struct DecodeWarp {
 
   // Raises v_norm where a V scale exceeds it by more than the slack, and divides the tile's scales by it. Scales that
   // are not finite neither count nor change.
-  __device__ __forceinline__ void NormalizeValueScales() {
+  __device__ __forceinline__ void NormalizeValueScales(float (&scale)[kTokenTiles][2]) {
     float top = 0.0f;
 #pragma unroll
     for (int m = 0; m < kTokenTiles; ++m) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float size = fabsf(v_scale[m][i]);
+        const float size = fabsf(scale[m][i]);
         if (size < INFINITY) top = fmaxf(top, size);
       }
     }
-    if (__any_sync(0xFFFFFFFFu, top > v_norm * kScaleSlack)) {
+    if (__any_sync(kAllLanes, top > v_norm * kScaleSlack)) {
 #pragma unroll
-      for (int mask = 4; mask < 32; mask *= 2) top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, mask));
+      for (int mask = 4; mask < 32; mask *= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, mask));
       const float raised = fmaxf(fmaxf(v_norm, top), kSmallestNorm);
-      const float shrink = v_norm / raised;
+      v_norm_inverse = __fdividef(1.0f, raised);
+      const float shrink = v_norm * v_norm_inverse;
       v_norm = raised;
 #pragma unroll
       for (int n = 0; n < kRowTiles; ++n) {
@@ -340,55 +390,42 @@ struct DecodeWarp {
         }
       }
     }
-    const float inverse = v_norm > 0.0f ? 1.0f / v_norm : 1.0f;
 #pragma unroll
     for (int m = 0; m < kTokenTiles; ++m) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) v_scale[m][i] *= inverse;
+      for (int i = 0; i < 2; ++i) scale[m][i] *= v_norm_inverse;
     }
   }
 
-  // Scores become weights: 2^(score - maximum) times the V scale. A masked token's weight is 0 whatever its scale is.
-  __device__ __forceinline__ void Weigh(float (&scores)[kTokenTiles][kRowTiles][4]) {
+  // Scores become weights: 2^score times the V scale. A masked token's weight is 0 whatever its scale is.
+  __device__ __forceinline__ void Weigh(Tile& scores, bool masked) {
+    float scale[kTokenTiles][2];
+    ReadScales(p.v, v_scale, scale);
+    if (v_per_token) NormalizeValueScales(scale);
 #pragma unroll
-    for (int n = 0; n < kRowTiles; ++n) {
+    for (int m = 0; m < kTokenTiles; ++m) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float reference = maximum[n][e] == -INFINITY ? 0.0f : maximum[n][e];
+      for (int n = 0; n < kRowTiles; ++n) {
 #pragma unroll
-        for (int m = 0; m < kTokenTiles; ++m) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& x = scores[m][n][2 * i + e];
-            const bool masked = x == -INFINITY;
-            const float weight = Exp2(x - reference);
-            denominator[n][e] += weight;
-            x = masked ? 0.0f : weight * v_scale[m][i];
-          }
+        for (int j = 0; j < 4; ++j) {
+          const bool dropped = masked && scores[m][n][j] == -INFINITY;
+          const float weight = Exp2(scores[m][n][j]);
+          denominator[n][j % 2] += weight;
+          scores[m][n][j] = dropped ? 0.0f : weight * scale[m][j / 2];
         }
       }
     }
   }
 
-  // Adds weights times V. With kNanCodes, for a masked tile of fp8 codes with NaN among them, 0 * NaN must not reach
-  // rows that do not attend the token: the codes count as 0, and a second product, of which rows attend which tokens
-  // and which codes are NaN, says where the sum is NaN.
-  template <bool kNanCodes>
-  __device__ __forceinline__ void Mix(const float (&weights)[kTokenTiles][kRowTiles][4], int tile) {
+  // Adds weights times V.
+  __device__ __forceinline__ void Mix(const Tile& weights) {
 #pragma unroll
     for (int m = 0; m < kTokenTiles; ++m) {
       uint32_t b[kRowTiles][2];
-      uint32_t attends[kRowTiles][2];
 #pragma unroll
       for (int n = 0; n < kRowTiles; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          b[n][i] = TransposeMatrix(PackHalf(weights[m][n][2 * i], weights[m][n][2 * i + 1]));
-          if constexpr (kNanCodes) {
-            const int token = tile + 16 * m + 8 * i + r;
-            attends[n][i] = TransposeMatrix(PackHalf(IsAttended(n, 0, token), IsAttended(n, 1, token)));
-          }
-        }
+        b[n][0] = TransposeMatrix(PackHalf(weights[m][n][0], weights[m][n][1]));
+        b[n][1] = TransposeMatrix(PackHalf(weights[m][n][2], weights[m][n][3]));
       }
 #pragma unroll
       for (int w = 0; w < Shape::kValueWords; ++w) {
@@ -398,46 +435,77 @@ struct DecodeWarp {
         FormatCodec::ExpandPair(value_words[m][2][w], value_words[m][3][w], far);
 #pragma unroll
         for (int d = 0; d < Shape::kElements; d += 2) {
-          uint32_t a[4] = {near[d], near[d + 1], far[d], far[d + 1]};
-          uint32_t nan[4];
-          if constexpr (kNanCodes) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) SplitNan(a[i], nan[i]);
-          }
+          const uint32_t a[4] = {near[d], near[d + 1], far[d], far[d + 1]};
 #pragma unroll
           for (int n = 0; n < kRowTiles; ++n) {
-            float (&sum)[4] = out[n][(w * Shape::kElements + d) / 2];
-            MmaHalf(sum, a, b[n][0], b[n][1]);
-            if constexpr (kNanCodes) {
-              float count[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-              MmaHalf(count, nan, attends[n][0], attends[n][1]);
-#pragma unroll
-              for (int j = 0; j < 4; ++j) sum[j] = count[j] > 0.0f ? NAN : sum[j];
-            }
+            MmaHalf(out[n][(w * Shape::kElements + d) / 2], a, b[n][0], b[n][1]);
           }
         }
       }
     }
   }
 
-  __device__ __forceinline__ float IsAttended(int n, int e, int token) const {
-    return token >= low[n][e] && token < high[n][e] ? 1.0f : 0.0f;
-  }
-
-  // Whether the tile has a NaN code in V, in any lane.
-  __device__ __forceinline__ bool HasNanCode() const {
+  // For a masked tile of fp8 codes, where 0 * NaN would reach rows that do not attend the token: NaN codes of V become
+  // 0, and the sums of the rows that do attend them become NaN.
+  __device__ __forceinline__ void TakeOutNanCodes(int tile) {
     uint32_t found = 0;
 #pragma unroll
     for (int m = 0; m < kTokenTiles; ++m) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
 #pragma unroll
-        for (int w = 0; w < Shape::kValueWords; ++w) {
-          found |= __vcmpeq4(value_words[m][i][w] & 0x7F7F7F7Fu, 0x7F7F7F7Fu);
+        for (int w = 0; w < Shape::kValueWords; ++w) found |= NanBytes(value_words[m][i][w]);
+      }
+    }
+    if (!__any_sync(kAllLanes, found != 0)) return;
+    // The codes of an element lie in the lanes of one r, its sums for different rows too: every c shows the others its
+    // codes.
+#pragma unroll 1
+    for (int source = 0; source < 4; ++source) {
+#pragma unroll
+      for (int m = 0; m < kTokenTiles; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int token = tile + 16 * m + i / 2 * 8 + 2 * source + i % 2;
+#pragma unroll
+          for (int w = 0; w < Shape::kValueWords; ++w) {
+            const uint32_t nan = NanBytes(__shfl_sync(kAllLanes, value_words[m][i][w], 4 * r + source));
+            if (nan != 0) SpoilSums(token, w, nan);
+          }
         }
       }
     }
-    return __any_sync(0xFFFFFFFFu, found != 0);
+#pragma unroll
+    for (int m = 0; m < kTokenTiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int w = 0; w < Shape::kValueWords; ++w) value_words[m][i][w] &= ~NanBytes(value_words[m][i][w]);
+      }
+    }
+  }
+
+  // 0xFF in the bytes of fp8 codes that are NaN.
+  static __device__ __forceinline__ uint32_t NanBytes(uint32_t word) {
+    return __vcmpeq4(word & 0x7F7F7F7Fu, 0x7F7F7F7Fu);
+  }
+
+  // NaN into the sums of the elements of word w marked in `nan`, for the rows that attend the token.
+  __device__ __forceinline__ void SpoilSums(int token, int w, uint32_t nan) {
+#pragma unroll
+    for (int n = 0; n < kRowTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        int low, high;
+        Attended(n, e, &low, &high);
+        if (token < low || token >= high) continue;
+#pragma unroll
+        for (int d = 0; d < Shape::kElements; ++d) {
+          float& sum = out[n][(w * Shape::kElements + d) / 2][d % 2 * 2 + e];
+          if ((nan >> (FormatCodec::kBits * d) & 1) != 0) sum = NAN;
+        }
+      }
+    }
   }
 
   // Head element of the i-th element of a lane's part of V.
@@ -449,20 +517,18 @@ struct DecodeWarp {
   __device__ __forceinline__ void Run(int tile) {
     constexpr int kStep = kDecodeWarps * Shape::kTileTokens;
     for (; tile < count; tile += kStep) {
-      float scores[kTokenTiles][kRowTiles][4];
+      Tile scores;
       Score(scores);
-      const bool masked = tile < whole_low || tile + Shape::kTileTokens > whole_high;
+      const bool masked = IsMasked(tile);
       FinishScores(scores, tile, masked);
       const bool more = tile + kStep < count;
       if (more) LoadKey(tile + kStep);
-      UpdateMaximum(scores);
-      if (v_per_token) NormalizeValueScales();
-      Weigh(scores);
-      if (kFormat == KvFormat::kFloat8E4M3FN && masked && HasNanCode()) {
-        Mix<kFormat == KvFormat::kFloat8E4M3FN>(scores, tile);
-      } else {
-        Mix<false>(scores, tile);
+      RaiseMaximum(scores);
+      Weigh(scores, masked);
+      if constexpr (kFormat == KvFormat::kFloat8E4M3FN) {
+        if (masked) TakeOutNanCodes(tile);
       }
+      Mix(scores);
       if (more) LoadValue(tile + kStep);
     }
     if (!v_per_token) v_norm = 1.0f;
@@ -472,7 +538,7 @@ struct DecodeWarp {
       for (int e = 0; e < 2; ++e) {
 #pragma unroll
         for (int mask = 4; mask < 32; mask *= 2) {
-          denominator[n][e] += __shfl_xor_sync(0xFFFFFFFFu, denominator[n][e], mask);
+          denominator[n][e] += __shfl_xor_sync(kAllLanes, denominator[n][e], mask);
         }
       }
     }

@@ -7,6 +7,7 @@
 
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/kernel_launch.cuh"
+#include "contrib_ops/cuda/bert/kv_cache_quant/query.cuh"
 
 namespace onnxruntime {
 namespace contrib {
@@ -19,6 +20,17 @@ struct DecodeWarpStats {
   float denominator[kDecodeWarps][kRows];
   float v_norm[kDecodeWarps];
 };
+
+// Query rows are laid out times this over KeyUnit, which keeps the largest element, 1, below half's 65504 and small
+// ones above its subnormal numbers for every unit.
+constexpr float kQueryUnit = 0x1p-10f;
+
+// Which of the half2 of a K word element d of a row is in.
+template <typename Shape, typename FormatCodec>
+__device__ __forceinline__ int KeyPlace(int d) {
+  const int element = d % Shape::kElements;
+  return element % (Shape::kElements / 2);
+}
 
 // NaN for all rows of an entry whose lengths do not fit.
 __device__ __forceinline__ void WriteNanRows(const GqaParams& p, int64_t b, int kv_head, int rows) {
@@ -97,12 +109,14 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, DecodeShape<kFormat, kHeadS
     DecodeKernel(const __grid_constant__ GqaParams p, const __grid_constant__ GqaPlan plan) {
   using Warp = DecodeWarp<kFormat, kHeadSize, kWholeRows, kRowTiles>;
   using Shape = typename Warp::Shape;
+  using FormatCodec = Codec<kFormat>;
   constexpr int kQuads = Shape::kElementTiles;
   constexpr int kQueryBytes = Shape::kRows * Shape::kQueryStride * 2;
   constexpr int kSumBytes = kDecodeWarps * kQuads * 32 * 16;
   __shared__ __align__(16) unsigned char buffer[kQueryBytes > kSumBytes ? kQueryBytes : kSumBytes];
   __shared__ DecodeWarpStats<Shape::kRows> stats;
   __shared__ float row_factor[Shape::kRows];
+  __shared__ float row_sum[Shape::kRows];
 
   AllowNextKernel();
   const int64_t unit = blockIdx.x / plan.splits;
@@ -139,13 +153,24 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, DecodeShape<kFormat, kHeadS
   }
 #pragma unroll 1
   for (int row = warp_index; row < Shape::kRows; row += kDecodeWarps) {
-    const float factor = LoadQueryRow<kHeadSize>(
-        p, b, kv_head, row, rows, sequence.past, lane,
-        [&](int d, float x) { query[row * Shape::kQueryStride + d] = __float2half_rn(x); });
-    if (lane == 0) row_factor[row] = factor;
+    float sum = 0.0f;
+    const auto store = [&](int d, float x) {
+      // What the products will have: rounded after the power of two that makes up for the unit of K's operand.
+      const float unit = FormatCodec::KeyUnit(KeyPlace<Shape, FormatCodec>(d));
+      const __half stored = __float2half_rn(x * (kQueryUnit / unit));
+      query[row * Shape::kQueryStride + d] = stored;
+      sum += __half2float(stored) * unit;
+    };
+    const float factor = LoadQueryRow<kHeadSize>(p, b, kv_head, row, rows, sequence.past, lane, store);
+#pragma unroll
+    for (int mask = 1; mask < 32; mask *= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, mask);
+    if (lane == 0) {
+      row_factor[row] = factor / kQueryUnit;
+      row_sum[row] = sum;
+    }
   }
   __syncthreads();
-  warp.SetRows(row_factor, sequence.past - range.begin, rows);
+  warp.SetRows(row_factor, row_sum, sequence.past - range.begin);
   warp.LoadQueryWords();
   warp.Run(tile);
 

@@ -58,19 +58,6 @@ cudaError_t DispatchHeadSize(int32_t padded_head_size, Launch&& launch) {
   }
 }
 
-// GqaPlan::unit_rows of the decode path.
-template <typename Launch>
-cudaError_t DispatchDecodeRows(int32_t unit_rows, Launch&& launch) {
-  switch (unit_rows) {
-    case 8:
-      return launch(std::integral_constant<int, 8>());
-    case 16:
-      return launch(std::integral_constant<int, 16>());
-    default:
-      return cudaErrorInvalidValue;
-  }
-}
-
 }  // namespace kv_cache_quant
 }  // namespace contrib
 }  // namespace onnxruntime

@@ -28,7 +28,7 @@ struct CacheRows {
   static constexpr bool kInterleaved = kFormat == KvFormat::kInt4;
   static constexpr bool kMayBeNonFinite = kFormat == KvFormat::kFloat8E4M3FN;
   static constexpr int kChunks = 16 / Codec<kFormat>::kBits;  // of 16 bytes of memory
-  static constexpr int kPieceWords = kInterleaved ? 1 : 2;            // a chunk's words; every row is aligned to them
+  static constexpr int kPieceWords = kInterleaved ? 1 : 2;    // a chunk's words; every row is aligned to them
   static constexpr uint32_t kZero = kInterleaved ? 0x88888888u : 0u;
 
   static __device__ __forceinline__ uint4 LoadAligned(const uint8_t* at) {
@@ -97,7 +97,9 @@ struct ExactRows {
     if (chunks > 0) {
       const auto* elements = reinterpret_cast<const uint16_t*>(at);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) w[i] = __ldg(elements + 2 * i) | static_cast<uint32_t>(__ldg(elements + 2 * i + 1)) << 16;
+      for (int i = 0; i < 4; ++i) {
+        w[i] = __ldg(elements + 2 * i) | static_cast<uint32_t>(__ldg(elements + 2 * i + 1)) << 16;
+      }
     }
     return make_uint4(w[0], w[1], w[2], w[3]);
   }
@@ -122,7 +124,7 @@ struct TileCopy {
   static constexpr int kRowStep = kThreads / 8 / kVectorGroups * kNeighbourRows;
   static constexpr int kVectors = kTokens / kRowStep;
   static_assert(kThreads / 8 % kVectorGroups == 0 && kTokens % kRowStep == 0, "whole vectors for every thread");
-  static_assert((kRowStep & (kRowStep - 1)) == 0, "a thread's row is below kRowStep and adds to multiples without carry");
+  static_assert((kRowStep & (kRowStep - 1)) == 0, "rows below kRowStep add to its multiples without carry");
 
   int row;
   int chunk;         // first one of the vector
@@ -137,13 +139,9 @@ struct TileCopy {
     valid_chunks = head_size / 8 - chunk;
   }
 
-  // This thread's first vector of a tile whose first row is at `tile`; rows are stride bytes apart.
-  __device__ __forceinline__ const uint8_t* At(const uint8_t* tile, int stride) const {
-    return tile + static_cast<int64_t>(row) * stride + chunk / Rows::kChunks * 16;
-  }
-
-  // at: of the tile, which has `count` rows. Rows from count on and elements from D on are not read.
-  __device__ __forceinline__ void Load(const uint8_t* at, int stride, int count, uint4 (&staged)[kVectors]) const {
+  // tile: the first of `count` rows, stride bytes apart. Rows from count on and elements from D on are not read.
+  __device__ __forceinline__ void Load(const uint8_t* tile, int stride, int count, uint4 (&staged)[kVectors]) const {
+    const uint8_t* at = tile + (row * stride + chunk / Rows::kChunks * 16);
     const int rows = valid_chunks > 0 ? count - row : 0;
     if (aligned) {
 #pragma unroll

@@ -1,6 +1,6 @@
 // Copyright (c) the kv-quant patch set authors. Licensed under the MIT License.
 //
-// Attention of many query rows (S x G) of one KV head: over the quantized cache, or in a prompt over the exact new rows.
+// Attention of many query rows (S x G) of one KV head: over the quantized cache, or in a prompt over exact new rows.
 //
 // grid    units * splits blocks in x, ordered by (batch entry, KV head), split, row block, the latest rows first: they
 //         attend the most tokens, and neighbouring blocks read the same K and V. A block owns 64 query rows and one
@@ -27,42 +27,57 @@ constexpr int kPrefillWarps = 4;
 constexpr int kPrefillThreads = 32 * kPrefillWarps;
 static_assert(kPrefillRows == 16 * kPrefillWarps, "a matrix operand of rows for every warp");
 
+// x, of which the compiler cannot know that it is the same as before: for values whose derivatives (an address for
+// every tensor and scale type) would else be kept in registers through the loop.
+__device__ __forceinline__ int64_t Hide(int64_t x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
+__device__ __forceinline__ int Hide(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // The rows of K or V of one (batch entry, KV head).
 struct RowSource {
   const uint8_t* base;
-  int stride;  // bytes; those of a whole tile fit 32 bits
+  int64_t first;  // row of the first token of the split, from base
+  int stride;     // bytes of a row; those of a whole tile fit 32 bits
+
+  __device__ __forceinline__ const uint8_t* Row(int token) const { return base + (Hide(first) + token) * stride; }
   __device__ __forceinline__ bool Aligned() const {
     return (reinterpret_cast<uintptr_t>(base) | static_cast<uint32_t>(stride)) % 16 == 0;
   }
 };
 
+// begin: first token of the split.
 template <typename Rows>
-__device__ __forceinline__ void FindRows(const GqaParams& p, int64_t b, int kv_head, RowSource* k, RowSource* v) {
+__device__ __forceinline__ void FindRows(const GqaParams& p, int64_t b, int kv_head, int64_t begin, RowSource* k,
+                                         RowSource* v) {
   const int64_t head = b * p.kv_num_heads + kv_head;
   if constexpr (Rows::kExact) {
-    const int64_t first = (b * p.sequence_length * p.kv_stride + static_cast<int64_t>(kv_head) * p.head_size) * 2;
-    *v = {static_cast<const uint8_t*>(p.value) + first, static_cast<int>(p.kv_stride * 2)};
-    *k = {static_cast<const uint8_t*>(p.key) + first, static_cast<int>(p.kv_stride * 2)};
+    const int64_t element = static_cast<int64_t>(kv_head) * p.head_size;
+    const int64_t first = b * p.sequence_length + begin;
+    const int stride = static_cast<int>(p.kv_stride * 2);
+    *v = {static_cast<const uint8_t*>(p.value) + element * 2, first, stride};
+    *k = {static_cast<const uint8_t*>(p.key) + element * 2, first, stride};
     if (p.cos_cache != nullptr) {
-      *k = {static_cast<const uint8_t*>(p.prompt_key) + head * p.sequence_length * p.head_size * 2, p.head_size * 2};
+      *k = {static_cast<const uint8_t*>(p.prompt_key), head * p.sequence_length + begin, p.head_size * 2};
     }
   } else {
-    const int64_t first = head * p.capacity * p.row_bytes;
-    *k = {p.k.codes + first, p.row_bytes};
-    *v = {p.v.codes + first, p.row_bytes};
+    *k = {p.k.codes, head * p.capacity + begin, p.row_bytes};
+    *v = {p.v.codes, head * p.capacity + begin, p.row_bytes};
   }
 }
 
-// The scales of tokens lane, lane + 32, ... of a tile, whose first one is in row `row` of the scale cache; 1 from count
-// on.
+// The scales of tokens lane, lane + 32, ... of a tile, whose first one is in row `row` of the scale cache; 0, which
+// does not count as a scale, from count on.
 template <int kLaneScales>
 __device__ __forceinline__ void LoadTileScales(const KvSide& side, int64_t row, int count, int lane,
                                                float (&scales)[kLaneScales]) {
-  // Hides the row, or the compiler keeps an address for every side and scale type in registers through the loop.
-  asm volatile("" : "+l"(row));
 #pragma unroll
   for (int i = 0; i < kLaneScales; ++i) {
-    scales[i] = lane + 32 * i < count ? LoadTokenScale(side, row + lane + 32 * i) : 1.0f;
+    scales[i] = lane + 32 * i < count ? LoadTokenScale(side, row + lane + 32 * i) : 0.0f;
   }
 }
 
@@ -160,9 +175,9 @@ __device__ __forceinline__ void WritePartial(const GqaParams& p, const PrefillWa
   }
 }
 
-// Finished rows, through the warp's 16 rows of `staging` (shared, laid out like a tile), so that a row leaves in 16-byte
-// vectors. scales: shared, kHeadSize, the warp's own. first_row: of the warp. Rows from valid_end on are padding and
-// get 0.
+// Finished rows, through the warp's 16 rows of `staging` (shared, laid out like a tile), so that a row leaves in
+// 16-byte vectors. scales: shared, kHeadSize, the warp's own. first_row: of the warp. Rows from valid_end on
+// are padding and get 0.
 template <ActivationType kType, typename Rows, int kHeadSize>
 __device__ __forceinline__ void WriteOutput(const GqaParams& p, const PrefillWarp<Rows, kHeadSize>& warp,
                                             const PrefillWork& work, int lane, int first_row, int valid_end,
@@ -219,7 +234,7 @@ __device__ __forceinline__ void WriteOutput(const GqaParams& p, const PrefillWar
 template <typename Rows, int kHeadSize>
 __device__ __forceinline__ void PrefillBlock(const GqaParams& p, const GqaPlan& plan) {
   using Warp = PrefillWarp<Rows, kHeadSize>;
-  using Copy = TileCopy<Rows, kHeadSize, Warp::kTokens, kPrefillThreads, !Warp::kLoadAhead>;
+  using Copy = TileCopy<Rows, kHeadSize, Warp::kTokens, kPrefillThreads, !Warp::kLoadAhead && !Rows::kExact>;
   constexpr int kTokens = Warp::kTokens;
   extern __shared__ __align__(128) uint16_t prefill_shared[];
   uint16_t* const queries = prefill_shared;
@@ -245,25 +260,22 @@ __device__ __forceinline__ void PrefillBlock(const GqaParams& p, const GqaPlan& 
   // The first tile of K is on its way while Q is laid out.
   RowSource k_rows;
   RowSource v_rows;
-  FindRows<Rows>(p, work.b, work.kv_head, &k_rows, &v_rows);
+  FindRows<Rows>(p, work.b, work.kv_head, range.begin, &k_rows, &v_rows);
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32;
   const Copy copy(thread, p.head_size, Rows::kExact ? k_rows.Aligned() && v_rows.Aligned() : plan.whole_rows);
-  const uint8_t* const k_at = copy.At(k_rows.base + range.begin * k_rows.stride, k_rows.stride);
-  const uint8_t* const v_at = copy.At(v_rows.base + range.begin * v_rows.stride, v_rows.stride);
   const bool k_per_token = !Rows::kExact && p.k.mode == KvScaleMode::kPerToken;
   const bool v_per_token = !Rows::kExact && p.v.mode == KvScaleMode::kPerToken;
-  const int64_t scale_row = (work.b * p.kv_num_heads + work.kv_head) * p.capacity + range.begin;
   uint4 staged[Copy::kVectors];
   typename Warp::LaneScales k_scales;
   typename Warp::LaneScales v_scales;
   const auto load_keys = [&](int tile) {
-    copy.Load(k_at + static_cast<int64_t>(tile) * k_rows.stride, k_rows.stride, tokens - tile, staged);
-    if (k_per_token) LoadTileScales(p.k, scale_row + tile, tokens - tile, lane, k_scales);
+    copy.Load(k_rows.Row(tile), Hide(k_rows.stride), tokens - tile, staged);
+    if (k_per_token) LoadTileScales(p.k, Hide(k_rows.first) + tile, tokens - tile, lane, k_scales);
   };
   const auto load_values = [&](int tile) {
-    copy.Load(v_at + static_cast<int64_t>(tile) * v_rows.stride, v_rows.stride, tokens - tile, staged);
-    if (v_per_token) LoadTileScales(p.v, scale_row + tile, tokens - tile, lane, v_scales);
+    copy.Load(v_rows.Row(tile), Hide(v_rows.stride), tokens - tile, staged);
+    if (v_per_token) LoadTileScales(p.v, Hide(v_rows.first) + tile, tokens - tile, lane, v_scales);
   };
   if (Warp::kLoadAhead && tokens > 0) load_keys(0);
 
@@ -283,15 +295,16 @@ __device__ __forceinline__ void PrefillBlock(const GqaParams& p, const GqaPlan& 
   Warp warp(lane, queries + warp_row * kHeadSize, row_factor + warp_row, common_factor, v_per_token);
   const int32_t window = p.local_window_size;
   const auto attended = [&](int row) { return AttendedTokens{static_cast<int>(position(row) - range.begin)}; };
-  AttendedTokens own[2] = {attended(first_row + warp.r), attended(first_row + warp.r + 8)};
-  if (first_row >= valid_end) own[0].position = own[1].position = -1;  // a warp without rows: nothing to do
+  // Of row lane % 16 of the warp; -1 where the warp has no rows and nothing to do.
+  const AttendedTokens own{first_row < valid_end ? attended(first_row + lane % 16).position : -1};
   const AttendedTokens block_first = attended(work.first_row);
   const AttendedTokens block_last = attended(work.first_row + kPrefillRows - 1);
 
 #pragma unroll 1
   for (int tile = 0; tile < tokens; tile += kTokens) {
-    const bool block_masked = tile < block_last.Low(window) || tile + kTokens > block_first.End();
-    const bool active = __any_sync(0xFFFFFFFFu, own[0].Any(window, tile, kTokens) || own[1].Any(window, tile, kTokens));
+    // For D 256, looking for Inf and NaN in every tile costs less than the registers that tell where they matter.
+    const bool block_masked = kHeadSize == 256 || tile < block_last.Low(window) || tile + kTokens > block_first.End();
+    const bool active = __any_sync(0xFFFFFFFFu, own.Any(window, tile, kTokens));
     if (!Warp::kLoadAhead) load_keys(tile);
     copy.Store(staged, keys);
     if (Warp::kLoadAhead) load_values(tile);
@@ -315,8 +328,9 @@ __device__ __forceinline__ void PrefillBlock(const GqaParams& p, const GqaPlan& 
     }
 
     if (active) {
-      const bool masked = !__all_sync(0xFFFFFFFFu, own[0].All(window, tile, kTokens) && own[1].All(window, tile, kTokens));
-      const TileSpan span[2] = {own[0].Span(window, tile), own[1].Span(window, tile)};
+      const bool masked = !__all_sync(0xFFFFFFFFu, own.All(window, tile, kTokens));
+      const TileSpan span[2] = {AttendedTokens{warp.OfRow(own.position, 0)}.Span(window, tile),
+                                AttendedTokens{warp.OfRow(own.position, 1)}.Span(window, tile)};
       warp.Weigh(p.softcap, v_per_token, masked, span, v_scales, scores);
       if (Rows::kMayBeNonFinite && scalar && masked) {
         warp.MixAttended(values, scores, span, keys + warp_row * kTokens);

@@ -54,7 +54,7 @@ struct PrefillWarp {
   const int c;
   const uint16_t* const query;  // the warp's 16 tile rows
   uint32_t query_words[kQueryInRegisters ? kSteps : 1][4];
-  float factor[2];  // from products to log2 units
+  float factor;  // of row lane % 16, from products to log2 units
   float maximum[2] = {-INFINITY, -INFINITY};
   float denominator[2] = {0.0f, 0.0f};  // of this lane's tokens only
   float out[kOutTiles][4];
@@ -63,8 +63,7 @@ struct PrefillWarp {
   __device__ __forceinline__ PrefillWarp(int lane_index, const uint16_t* query_rows, const float* row_factor,
                                          float common_factor, bool v_per_token)
       : lane(lane_index), r(lane_index / 4), c(lane_index % 4), query(query_rows) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) factor[h] = Rows::kExact ? common_factor : row_factor[r + 8 * h] * common_factor;
+    factor = Rows::kExact ? common_factor : row_factor[lane % 16] * common_factor;
 #pragma unroll
     for (int n = 0; n < kOutTiles; ++n) {
 #pragma unroll
@@ -83,6 +82,12 @@ struct PrefillWarp {
   __device__ __forceinline__ const uint16_t* MatrixRow(const uint16_t* tile, int row, int even) const {
     const int offset = (lane & 15) * kHeadSize + ((even & 7) ^ (lane >> 4) ^ (lane & 7)) * 8;
     return tile + offset + row * kHeadSize + (even & ~7) * 8;
+  }
+
+  // A value of row r + 8h from the lanes that have it of row lane % 16.
+  template <typename T>
+  __device__ __forceinline__ T OfRow(T x, int h) const {
+    return __shfl_sync(0xFFFFFFFFu, x, r + 8 * h);
   }
 
   // Operand A of elements [16k, 16k + 16).
@@ -150,10 +155,11 @@ struct PrefillWarp {
 
   // Products become scores in log2 units.
   __device__ __forceinline__ void FinishScores(float softcap, Scores& scores) const {
+    const float by[2] = {OfRow(factor, 0), OfRow(factor, 1)};
 #pragma unroll
     for (int j = 0; j < kScoreTiles; ++j) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[j][i] *= factor[i / 2];
+      for (int i = 0; i < 4; ++i) scores[j][i] *= by[i / 2];
     }
     if (softcap > 0.0f) {
       // SoftcapLog2 with one division for all: its slow path is a call, which costs registers everywhere around it.
@@ -256,17 +262,36 @@ struct PrefillWarp {
 
   // out += weights * V.
   __device__ __forceinline__ void Mix(const uint16_t* values, const Scores& weights) {
+    constexpr int kMixSteps = kTokens / 16;
+    uint32_t a[kMixSteps][4];
 #pragma unroll
-    for (int j = 0; j < kScoreTiles; j += 2) {
-      const uint32_t a[4] = {Pack(weights[j][0], weights[j][1]), Pack(weights[j][2], weights[j][3]),
-                             Pack(weights[j + 1][0], weights[j + 1][1]), Pack(weights[j + 1][2], weights[j + 1][3])};
+    for (int k = 0; k < kMixSteps; ++k) {
 #pragma unroll
-      for (int n = 0; n < kOutTiles; n += 2) {
-        uint32_t b[4];
-        LoadMatricesTransposed(b, MatrixRow(values, 8 * j, n));
-        Multiply(out[n], a, b[0], b[1]);
-        Multiply(out[n + 1], a, b[2], b[3]);
+      for (int i = 0; i < 4; ++i) {
+        a[k][i] = Pack(weights[2 * k + i / 2][i % 2 * 2], weights[2 * k + i / 2][i % 2 * 2 + 1]);
       }
+    }
+    if constexpr (kLoadAhead) {
+#pragma unroll
+      for (int k = 0; k < kMixSteps; ++k) MixStep(values + 16 * k * kHeadSize, a[k]);
+    } else {
+#pragma unroll 1
+      for (int k = 0; k < kMixSteps; ++k) {
+        MixStep(values + 16 * k * kHeadSize, a[0]);
+#pragma unroll
+        for (int i = 0; i < 4 * (kMixSteps - 1); ++i) a[i / 4][i % 4] = a[i / 4 + 1][i % 4];
+      }
+    }
+  }
+
+  // Operand A of 16 tokens, whose rows of V begin at `rows`.
+  __device__ __forceinline__ void MixStep(const uint16_t* rows, const uint32_t (&a)[4]) {
+#pragma unroll
+    for (int n = 0; n < kOutTiles; n += 2) {
+      uint32_t b[4];
+      LoadMatricesTransposed(b, MatrixRow(rows, 0, n));
+      Multiply(out[n], a, b[0], b[1]);
+      Multiply(out[n + 1], a, b[2], b[3]);
     }
   }
 

@@ -11,8 +11,8 @@ namespace onnxruntime {
 namespace contrib {
 namespace kv_cache_quant {
 
-// Row `row` of the s * G + g rows of (b, kv_head), of which there are `rows`, by one warp: calls store(d, x) for every d
-// below kHeadSize with the element after rotary, times K's PER_CHANNEL scale, times a power of two that brings the
+// Row `row` of the s * G + g rows of (b, kv_head), of which there are `rows`, by one warp: calls store(d, x) for every
+// d below kHeadSize with the element after rotary, times K's PER_CHANNEL scale, times a power of two that brings the
 // largest to [0.5, 1). Returns the factor from a product with K's codes to a score in log2 units: it undoes the power
 // of two and has the softmax scale and K's PER_TENSOR scale in it. 0 beyond D and for rows from `rows` on, which are
 // not read.

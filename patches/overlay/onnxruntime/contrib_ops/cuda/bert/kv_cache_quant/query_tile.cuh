@@ -139,7 +139,8 @@ template <int kHeadSize, int kTileRows, int kWarps, bool kNative, typename Place
 __device__ __forceinline__ void LoadQueryTile(const GqaParams& p, int64_t past, int64_t b, int kv_head, int first_row,
                                               int rows, uint16_t* shared, Place place, float* row_factor) {
   constexpr int kWarpRows = kTileRows / kWarps;
-  constexpr int kMost = kHeadSize == 256 ? 1 : kHeadSize == 128 ? 2 : 4;  // rows with their loads in flight together
+  constexpr int kMost = kHeadSize == 256 ? 1 : kHeadSize == 128 ? 2
+                                                                : 4;  // rows with their loads in flight together
   constexpr int kRows = kWarpRows < kMost ? kWarpRows : kMost;
   constexpr int kPerLane = kHeadSize / 32;
   static_assert(kTileRows % kWarps == 0 && kWarpRows % kRows == 0, "whole rows for every warp");

@@ -13,6 +13,7 @@
 #include <cmath>
 
 #include "contrib_ops/cuda/bert/kv_cache_quant/activation.cuh"
+#include "contrib_ops/cuda/bert/kv_cache_quant/mma.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/plan.h"
 
 namespace onnxruntime {
@@ -52,9 +53,10 @@ __device__ __forceinline__ float SinkLog2(const GqaParams& p, int head) {
   return p.smooth_softmax ? 0.0f : -INFINITY;
 }
 
-// Softcap of a score, from and to log2 units.
+// Softcap of a score, from and to log2 units: c tanh(s / c) = c - 2c / (e^(2s / c) + 1), whose error is c * 2^-23.
 __device__ __forceinline__ float SoftcapLog2(float s, float softcap) {
-  return softcap * kLog2E * tanhf(s / (softcap * kLog2E));
+  const float c = softcap * kLog2E;
+  return c - __fdividef(2.0f * c, Exp2(s * (2.0f / softcap)) + 1.0f);
 }
 
 // The factor that a V row's codes still need when the sum over tokens is done.

@@ -6,7 +6,8 @@ namespace onnxruntime {
 namespace contrib {
 namespace kv_cache_quant {
 
-template cudaError_t LaunchPrefillRows<ExactRows<ActivationType::kBFloat16>>(const GqaParams&, const GqaPlan&, cudaStream_t);
+template cudaError_t LaunchPrefillRows<ExactRows<ActivationType::kBFloat16>>(const GqaParams&, const GqaPlan&,
+                                                                             cudaStream_t);
 
 }  // namespace kv_cache_quant
 }  // namespace contrib

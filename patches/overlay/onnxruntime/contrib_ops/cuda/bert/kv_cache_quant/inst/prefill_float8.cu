@@ -6,7 +6,8 @@ namespace onnxruntime {
 namespace contrib {
 namespace kv_cache_quant {
 
-template cudaError_t LaunchPrefillRows<CacheRows<KvFormat::kFloat8E4M3FN>>(const GqaParams&, const GqaPlan&, cudaStream_t);
+template cudaError_t LaunchPrefillRows<CacheRows<KvFormat::kFloat8E4M3FN>>(const GqaParams&, const GqaPlan&,
+                                                                           cudaStream_t);
 
 }  // namespace kv_cache_quant
 }  // namespace contrib

@@ -1,0 +1,74 @@
+"""Small calls that visit every kernel and every instance: what runs under compute-sanitizer.
+
+KV_QUANT_EXACT_ALLOCATIONS=1 compute-sanitizer --tool memcheck python -m pytest python_tests/kernel -m sanitizer
+
+With exact allocations each array ends where its memory ends, so that an over-read shows as well.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from python_tests.kernel.case import KernelCase
+from python_tests.kernel.device import Device
+from python_tests.kernel.edges import FORMATS, HALVES, params
+from python_tests.kernel.verify import verify
+from python_tests.reference.format import CacheDtype, Granularity
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sanitizer]
+
+# Padded heads of each size with and without padding, 8 and 16 decode rows, one split and many.
+DECODE = [
+    KernelCase(
+        id=f"sanitizer-decode-{dtype}-d{d}-s{s}-mp{mp}", dtype=dtype, head_size=d, seq=s, totals=(70, 9), capacity=80,
+        heads=4, kv_heads=1, multiprocessors=mp, rotary="half", window=-1 if mp == 1 else 40,
+    )
+    for dtype in FORMATS
+    for d in (24, 64, 72, 128, 136, 256)
+    for s in (1, 4)
+    for mp in (1, 132)
+]  # fmt: skip
+PREFILL = [
+    KernelCase(
+        id=f"sanitizer-prefill-{dtype}-d{d}-mp{mp}", dtype=dtype, head_size=d, seq=18, totals=(70, 19), capacity=80,
+        heads=4, kv_heads=1, multiprocessors=mp, rotary="interleaved", window=-1 if mp == 1 else 40, sink=True,
+    )
+    for dtype in FORMATS
+    for d in (24, 64, 72, 128, 136, 256)
+    for mp in (1, 132)
+]  # fmt: skip
+PROMPT = [
+    KernelCase(
+        id=f"sanitizer-prompt-{half}-d{d}-packed{packed}", activation=half, head_size=d, seq=70, totals=(70, 9),
+        capacity=80, heads=2, kv_heads=1, packed=packed, rotary="half" if packed else "none",
+    )
+    for half in HALVES
+    for d in (24, 64, 72, 128, 136, 256)
+    for packed in (False, True)
+]  # fmt: skip
+COPY = [
+    KernelCase(
+        id=f"sanitizer-copy-{dtype}-{half}-{k}", dtype=dtype, activation=half, k_quant=k, in_place=False, seq=2,
+        head_size=72, totals=(40, 3), capacity=39, total=40, heads=3, kv_heads=3,
+    )
+    for dtype in FORMATS
+    for half in HALVES
+    for k in (Granularity.PER_TOKEN, Granularity.PER_CHANNEL, Granularity.PER_TENSOR)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", params(DECODE + PREFILL + PROMPT + COPY))
+def test_visit(case: KernelCase, device: Device) -> None:
+    """Right results, and nothing for the sanitizer to report."""
+    verify(case, device)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_nothing_fits(dtype: CacheDtype, device: Device) -> None:
+    """Lengths beyond the capacity and below zero reach no memory."""
+    for seq in (1, 20):
+        totals = (81, -3, 2**31, seq - 1)
+        case = KernelCase(
+            id=f"sanitizer-invalid-{dtype}-{seq}", dtype=dtype, seq=seq, totals=totals, total=80, capacity=80
+        )
+        verify(case, device)
