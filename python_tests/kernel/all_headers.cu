@@ -9,6 +9,7 @@
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode_kernel.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode_launch.h"
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode_shape.cuh"
+#include "contrib_ops/cuda/bert/kv_cache_quant/decode_tile.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/dispatch.h"
 #include "contrib_ops/cuda/bert/kv_cache_quant/format.h"
 #include "contrib_ops/cuda/bert/kv_cache_quant/kernel_launch.cuh"

@@ -16,8 +16,7 @@
 
 #pragma once
 
-#include "contrib_ops/cuda/bert/kv_cache_quant/cache_row.cuh"
-#include "contrib_ops/cuda/bert/kv_cache_quant/decode_shape.cuh"
+#include "contrib_ops/cuda/bert/kv_cache_quant/decode_tile.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/mma.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/unit.cuh"
 
@@ -38,18 +37,11 @@ struct DecodeWarp {
   using Tile = float[kTokenTiles][kRowTiles][4];  // tokens r (0, 1) and r + 8 (2, 3), query rows 2c and 2c + 1
 
   const GqaParams& p;
-  const int r;             // lane / 4
-  const int c;             // lane % 4
-  const int64_t base_row;  // cache row of the first token of the split; tokens are counted from it below
-  const int count;         // tokens of the split
-  const __half* query;     // shared, (kRows, kQueryStride): times 1 / KeyUnit
-  const bool k_per_token;
-  const bool v_per_token;
-  const int row_bytes;
-  const uint8_t* const key_codes;    // of this lane: quarter c of the row of token r of the split
-  const int key_left;                // bytes of a row from there on
-  const uint8_t* const value_codes;  // eighth r of the row of token 2c
-  const int value_left;
+  const int r;          // lane / 4
+  const int c;          // lane % 4
+  const int count;      // tokens of the split
+  const __half* query;  // shared, (kRows, kQueryStride): times 1 / KeyUnit
+  DecodeTile<kFormat, kHeadSize, kWholeRows, kRowTiles> kv;
 
   // Of query rows 8 * tile + 2c + e. A score in log2 units is (product * factor - bias) * K's token scale.
   float factor[kRowTiles][2];
@@ -62,33 +54,16 @@ struct DecodeWarp {
   int first_position;  // of query row 0, counted as tokens are; negative where the split begins later
 
   uint32_t query_words[Shape::kQueryInRegisters ? kRowTiles : 1][Shape::kElementTiles][2];
-  uint32_t key_words[kTokenTiles][2][Shape::kKeyWords];
-  uint32_t value_words[kTokenTiles][4][Shape::kValueWords];
-  uint32_t k_scale[kTokenTiles][2];  // as stored
-  uint32_t v_scale[kTokenTiles][2];
-
   __device__ __forceinline__ DecodeWarp(const GqaParams& params, int lane, int64_t first_row, int tokens,
                                         const __half* shared_query)
       : p(params),
         r(lane / 4),
         c(lane % 4),
-        base_row(first_row),
         count(tokens),
         query(shared_query),
-        k_per_token(params.k.mode == KvScaleMode::kPerToken),
-        v_per_token(params.v.mode == KvScaleMode::kPerToken),
-        row_bytes(kWholeRows ? kHeadSize * FormatCodec::kBits / 8 : params.row_bytes),
-        key_codes(params.k.codes + (first_row + lane / 4) * row_bytes + Shape::KeyOffset(0, lane % 4)),
-        key_left(row_bytes - Shape::KeyOffset(0, lane % 4)),
-        value_codes(params.v.codes + (first_row + 2 * (lane % 4)) * row_bytes + Shape::ValueOffset(0, lane / 4)),
-        value_left(row_bytes - Shape::ValueOffset(0, lane / 4)),
+        kv(params, lane, first_row, tokens),
         v_norm(0.0f),
         v_norm_inverse(1.0f) {
-#pragma unroll
-    for (int m = 0; m < kTokenTiles; ++m) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) k_scale[m][i] = v_scale[m][i] = 0x3F800000u;  // 1: stays so without token scales
-    }
 #pragma unroll
     for (int n = 0; n < kRowTiles; ++n) {
 #pragma unroll
@@ -132,94 +107,6 @@ struct DecodeWarp {
     return tile < low || tile + Shape::kTileTokens > min(first_position + 1, count);
   }
 
-  __device__ __forceinline__ void LoadKey(int tile) {
-    if (tile + Shape::kTileTokens <= count) {
-      LoadKeyRows<true>(tile);
-    } else {
-      LoadKeyRows<false>(tile);
-    }
-  }
-
-  __device__ __forceinline__ void LoadValue(int tile) {
-    if (tile + Shape::kTileTokens <= count) {
-      LoadValueRows<true>(tile);
-    } else {
-      LoadValueRows<false>(tile);
-    }
-  }
-
-  // Tokens from token_at(lane's first token of the tile) to a token `at` later. In a whole tile a constant, which costs
-  // no address arithmetic. Rows of a tile beyond the split repeat its last token: they are masked, and nothing past it
-  // is read.
-  template <bool kWholeTile>
-  __device__ __forceinline__ int Ahead(int first, int at) const {
-    return kWholeTile ? at : min(first + at, count - 1) - first;
-  }
-
-  template <bool kWholeTile>
-  __device__ __forceinline__ void LoadKeyRows(int tile) {
-    const uint8_t* const codes = key_codes + static_cast<int64_t>(tile) * row_bytes;
-#pragma unroll
-    for (int m = 0; m < kTokenTiles; ++m) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint8_t* const row = codes + Ahead<kWholeTile>(tile + r, 16 * m + 8 * i) * row_bytes;
-#pragma unroll
-        for (int w = 0; w < Shape::kKeyWords; w += Shape::kKeyVector) {
-          LoadRowPart<Shape::kKeyVector, kWholeRows, Shape::kPieceWords>(row, Shape::KeyOffset(w, 0), key_left,
-                                                                         key_words[m][i] + w);
-        }
-      }
-    }
-    if (k_per_token) LoadScales<kWholeTile>(p.k, tile, k_scale);
-  }
-
-  template <bool kWholeTile>
-  __device__ __forceinline__ void LoadValueRows(int tile) {
-    const uint8_t* const codes = value_codes + static_cast<int64_t>(tile) * row_bytes;
-#pragma unroll
-    for (int m = 0; m < kTokenTiles; ++m) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint8_t* const row = codes + Ahead<kWholeTile>(tile + 2 * c, 16 * m + i / 2 * 8 + i % 2) * row_bytes;
-#pragma unroll
-        for (int w = 0; w < Shape::kValueWords; w += Shape::kValueVector) {
-          LoadRowPart<Shape::kValueVector, kWholeRows, Shape::kPieceWords>(row, Shape::ValueOffset(w, 0), value_left,
-                                                                           value_words[m][i] + w);
-        }
-      }
-    }
-    if (v_per_token) LoadScales<kWholeTile>(p.v, tile, v_scale);
-  }
-
-  // Scales of tokens r and r + 8 of each token tile as they are stored: to touch them here would wait for the load.
-  template <bool kWholeTile>
-  __device__ __forceinline__ void LoadScales(const KvSide& side, int tile, uint32_t (&bits)[kTokenTiles][2]) const {
-    const int64_t row = base_row + tile + r;
-    if (side.token_scale_is_half) {
-      const auto* const at = static_cast<const uint16_t*>(side.token_scale) + row;
-#pragma unroll
-      for (int i = 0; i < 2 * kTokenTiles; ++i) bits[i / 2][i % 2] = at[Ahead<kWholeTile>(tile + r, 8 * i)];
-    } else {
-      const auto* const at = static_cast<const uint32_t*>(side.token_scale) + row;
-#pragma unroll
-      for (int i = 0; i < 2 * kTokenTiles; ++i) bits[i / 2][i % 2] = at[Ahead<kWholeTile>(tile + r, 8 * i)];
-    }
-  }
-
-  // From LoadScales' bits; 1 on a side without token scales.
-  static __device__ __forceinline__ void ReadScales(const KvSide& side, const uint32_t (&bits)[kTokenTiles][2],
-                                                    float (&scales)[kTokenTiles][2]) {
-    const bool is_half = side.mode == KvScaleMode::kPerToken && side.token_scale_is_half;
-#pragma unroll
-    for (int i = 0; i < 2 * kTokenTiles; ++i) scales[i / 2][i % 2] = __uint_as_float(bits[i / 2][i % 2]);
-    if (!is_half) return;
-#pragma unroll
-    for (int i = 0; i < 2 * kTokenTiles; ++i) {
-      scales[i / 2][i % 2] = __half2float(__ushort_as_half(static_cast<unsigned short>(bits[i / 2][i % 2])));
-    }
-  }
-
   // Operand of query rows 8 * n + r for the i-th half2 of K word w.
   __device__ __forceinline__ uint32_t QueryWord(int n, int w, int i) const {
     const __half* row = query + (8 * n + r) * Shape::kQueryStride + Shape::Element(Shape::KeyOffset(w, c));
@@ -256,8 +143,8 @@ struct DecodeWarp {
         constexpr int kHalves = Shape::kElements / 2;
         uint32_t upper[kHalves];
         uint32_t lower[kHalves];
-        FormatCodec::ExpandKey(key_words[m][0][w], upper);
-        FormatCodec::ExpandKey(key_words[m][1][w], lower);
+        FormatCodec::ExpandKey(kv.key_words[m][0][w], upper);
+        FormatCodec::ExpandKey(kv.key_words[m][1][w], lower);
 #pragma unroll
         for (int i = 0; i < kHalves; i += 2) {
           const uint32_t a[4] = {upper[i], lower[i], upper[i + 1], lower[i + 1]};
@@ -278,7 +165,7 @@ struct DecodeWarp {
   // From products to log2 units relative to the running maximum. Masked scores become -inf, whatever they were.
   __device__ __forceinline__ void FinishScores(Tile& scores, int tile, bool masked) const {
     float scale[kTokenTiles][2];
-    ReadScales(p.k, k_scale, scale);
+    kv.ReadScales(p.k, kv.k_scale, scale);
     // The product of a row of zero codes is zero but for rounding: Inf times it would be any infinity or NaN.
 #pragma unroll
     for (int i = 0; i < 2 * kTokenTiles; ++i) scale[i / 2][i % 2] = InfinityToNan(scale[i / 2][i % 2]);
@@ -400,8 +287,8 @@ struct DecodeWarp {
   // Scores become weights: 2^score times the V scale. A masked token's weight is 0 whatever its scale is.
   __device__ __forceinline__ void Weigh(Tile& scores, bool masked) {
     float scale[kTokenTiles][2];
-    ReadScales(p.v, v_scale, scale);
-    if (v_per_token) NormalizeValueScales(scale);
+    kv.ReadScales(p.v, kv.v_scale, scale);
+    if (kv.v_per_token) NormalizeValueScales(scale);
 #pragma unroll
     for (int m = 0; m < kTokenTiles; ++m) {
 #pragma unroll
@@ -431,8 +318,8 @@ struct DecodeWarp {
       for (int w = 0; w < Shape::kValueWords; ++w) {
         uint32_t near[Shape::kElements];
         uint32_t far[Shape::kElements];
-        FormatCodec::ExpandPair(value_words[m][0][w], value_words[m][1][w], near);
-        FormatCodec::ExpandPair(value_words[m][2][w], value_words[m][3][w], far);
+        FormatCodec::ExpandPair(kv.value_words[m][0][w], kv.value_words[m][1][w], near);
+        FormatCodec::ExpandPair(kv.value_words[m][2][w], kv.value_words[m][3][w], far);
 #pragma unroll
         for (int d = 0; d < Shape::kElements; d += 2) {
           const uint32_t a[4] = {near[d], near[d + 1], far[d], far[d + 1]};
@@ -454,7 +341,7 @@ struct DecodeWarp {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
 #pragma unroll
-        for (int w = 0; w < Shape::kValueWords; ++w) found |= NanBytes(value_words[m][i][w]);
+        for (int w = 0; w < Shape::kValueWords; ++w) found |= kv.NanBytes(kv.value_words[m][i][w]);
       }
     }
     if (!__any_sync(kAllLanes, found != 0)) return;
@@ -469,7 +356,7 @@ struct DecodeWarp {
           const int token = tile + 16 * m + i / 2 * 8 + 2 * source + i % 2;
 #pragma unroll
           for (int w = 0; w < Shape::kValueWords; ++w) {
-            const uint32_t nan = NanBytes(__shfl_sync(kAllLanes, value_words[m][i][w], 4 * r + source));
+            const uint32_t nan = kv.NanBytes(__shfl_sync(kAllLanes, kv.value_words[m][i][w], 4 * r + source));
             if (nan != 0) SpoilSums(token, w, nan);
           }
         }
@@ -480,14 +367,9 @@ struct DecodeWarp {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
 #pragma unroll
-        for (int w = 0; w < Shape::kValueWords; ++w) value_words[m][i][w] &= ~NanBytes(value_words[m][i][w]);
+        for (int w = 0; w < Shape::kValueWords; ++w) kv.value_words[m][i][w] &= ~kv.NanBytes(kv.value_words[m][i][w]);
       }
     }
-  }
-
-  // 0xFF in the bytes of fp8 codes that are NaN.
-  static __device__ __forceinline__ uint32_t NanBytes(uint32_t word) {
-    return __vcmpeq4(word & 0x7F7F7F7Fu, 0x7F7F7F7Fu);
   }
 
   // NaN into the sums of the elements of word w marked in `nan`, for the rows that attend the token.
@@ -522,16 +404,16 @@ struct DecodeWarp {
       const bool masked = IsMasked(tile);
       FinishScores(scores, tile, masked);
       const bool more = tile + kStep < count;
-      if (more) LoadKey(tile + kStep);
+      if (more) kv.LoadKey(tile + kStep);
       RaiseMaximum(scores);
       Weigh(scores, masked);
       if constexpr (kFormat == KvFormat::kFloat8E4M3FN) {
         if (masked) TakeOutNanCodes(tile);
       }
       Mix(scores);
-      if (more) LoadValue(tile + kStep);
+      if (more) kv.LoadValue(tile + kStep);
     }
-    if (!v_per_token) v_norm = 1.0f;
+    if (!kv.v_per_token) v_norm = 1.0f;
 #pragma unroll
     for (int n = 0; n < kRowTiles; ++n) {
 #pragma unroll

@@ -148,8 +148,8 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, DecodeShape<kFormat, kHeadS
   // The first loads of the cache go out before everything else that takes time.
   const int tile = warp_index * Shape::kTileTokens;
   if (tile < warp.count) {
-    warp.LoadKey(tile);
-    warp.LoadValue(tile);
+    warp.kv.LoadKey(tile);
+    warp.kv.LoadValue(tile);
   }
 #pragma unroll 1
   for (int row = warp_index; row < Shape::kRows; row += kDecodeWarps) {

@@ -130,7 +130,8 @@ bool MakePlan(const GqaParams& p, const DeviceLimits& device, GqaPlan* plan, std
     return offset;
   };
   if (p.is_prompt && p.cos_cache != nullptr) {
-    x.prompt_key_offset = place(static_cast<size_t>(p.batch_size) * p.kv_num_heads * p.sequence_length * p.head_size * 2);
+    const size_t elements = static_cast<size_t>(p.batch_size) * p.kv_num_heads * p.sequence_length * p.head_size;
+    x.prompt_key_offset = place(elements * 2);
   }
   if (x.splits > 1) {
     const size_t partial_rows = static_cast<size_t>(units) * x.splits * x.unit_rows;

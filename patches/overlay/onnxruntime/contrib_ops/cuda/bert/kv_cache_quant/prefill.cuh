@@ -16,6 +16,7 @@
 #pragma once
 
 #include "contrib_ops/cuda/bert/kv_cache_quant/dispatch.h"
+#include "contrib_ops/cuda/bert/kv_cache_quant/kernel_launch.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/prefill_launch.h"
 #include "contrib_ops/cuda/bert/kv_cache_quant/prefill_warp.cuh"
 
@@ -241,6 +242,7 @@ __device__ __forceinline__ void PrefillBlock(const GqaParams& p, const GqaPlan& 
   uint16_t* const keys = queries + kPrefillRows * kHeadSize;
   uint16_t* const values = keys + kTokens * kHeadSize;
 
+  AllowNextKernel();
   const PrefillWork work(p, plan, static_cast<int>(blockIdx.x));
   const SequenceState sequence = LoadSequence(p, work.b);
   if (!sequence.valid) {
@@ -277,6 +279,7 @@ __device__ __forceinline__ void PrefillBlock(const GqaParams& p, const GqaPlan& 
     copy.Load(v_rows.Row(tile), Hide(v_rows.stride), tokens - tile, staged);
     if (v_per_token) LoadTileScales(p.v, Hide(v_rows.first) + tile, tokens - tile, lane, v_scales);
   };
+  WaitForPreviousKernel();  // the new rows are the append kernel's work
   if (Warp::kLoadAhead && tokens > 0) load_keys(0);
 
   auto* const row_factor = reinterpret_cast<float*>(values);  // until the first tile of V
@@ -390,8 +393,7 @@ cudaError_t LaunchPrefillRows(const GqaParams& p, const GqaPlan& plan, cudaStrea
                                                      cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
       if (error != cudaSuccess) return error;
     }
-    PrefillKernel<Rows, kHeadSize><<<static_cast<unsigned>(blocks), kPrefillThreads, kBytes, stream>>>(p, plan);
-    return cudaGetLastError();
+    return LaunchOverlapping(PrefillKernel<Rows, kHeadSize>, blocks, kPrefillThreads, kBytes, stream, p, plan);
   });
 }
 

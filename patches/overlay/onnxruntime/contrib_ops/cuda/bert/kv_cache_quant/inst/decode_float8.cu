@@ -7,7 +7,8 @@ namespace onnxruntime {
 namespace contrib {
 namespace kv_cache_quant {
 
-template cudaError_t LaunchDecodeFormat<KvFormat::kFloat8E4M3FN>(const GqaParams& p, const GqaPlan& plan, cudaStream_t stream);
+template cudaError_t LaunchDecodeFormat<KvFormat::kFloat8E4M3FN>(const GqaParams& p, const GqaPlan& plan,
+                                                                 cudaStream_t stream);
 
 }  // namespace kv_cache_quant
 }  // namespace contrib
