@@ -70,7 +70,9 @@ def run(cfg: Config, built: Path, log_path: Path) -> Counts:
     report = cfg.logs / f"tests-{cfg.variant}.xml"
     report.parent.mkdir(parents=True, exist_ok=True)
     report.unlink(missing_ok=True)
-    gpu = ["--require-gpu"] if cfg.require_gpu else []
+    # On a GPU the operator's cases run on the CUDA provider instead of the CPU's. One word: pytest reads options before
+    # it knows which of them take a value.
+    gpu = ["--provider=cuda", "--require-gpu"] if cfg.require_gpu else []
     cmd: proc.Command = [patched, "-m", "pytest", "-q", f"--junitxml={report}", *gpu, *suites]
     env = {**venv.ISOLATED, "KVQ_STOCK_PYTHON": str(stock), "PYTEST_ADDOPTS": None}
     done = proc.run(cmd, cwd=cfg.repo, env=env, log=log_path, check=False, on_line=_show, what="pytest")

@@ -56,7 +56,10 @@ class Device(HostLibrary):
         self.guard_bytes = 0 if os.environ.get(EXACT_VARIABLE, "0") not in ("", "0") else 256
         info = self.info()
         self.multiprocessors: int = info.multiprocessors
-        self.compute_capability: int = info.compute_capability
+        # PTX of an older chip has the kernels of that chip.
+        compiled = ctypes.c_int()
+        self.check(self.handle.kvq_compiled_for(ctypes.byref(compiled)), "attributes of a kernel")
+        self.compute_capability: int = min(info.compute_capability, compiled.value)
         self.name: str = info.name.decode()
         self.l2_bytes: int = info.l2_bytes
 
@@ -248,4 +251,4 @@ def _bytes(array: Array) -> U8:
 def open_device() -> Device:
     """The device with the library named by the environment, or one that is built now."""
     prebuilt = os.environ.get(toolchain.LIBRARY_VARIABLE)
-    return Device(Path(prebuilt) if prebuilt else toolchain.build())
+    return Device(Path(prebuilt).resolve() if prebuilt else toolchain.build())

@@ -85,6 +85,15 @@ int kvq_count_other(const void* data, size_t bytes, int value, unsigned long lon
   return cudaGetLastError();
 }
 
+// *capability: what the library's code was compiled for, 10 * major + minor; below the device's where it is PTX of an
+// older chip.
+int kvq_compiled_for(int* capability) {
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, ReadKernel);
+  *capability = attributes.ptxVersion;
+  return error;
+}
+
 int kvq_read(const void* data, size_t bytes, int blocks, uint32_t* sum, cudaStream_t stream) {
   ReadKernel<<<blocks, kThreads, 0, stream>>>(static_cast<const uint4*>(data), bytes / 16, sum);
   return cudaGetLastError();

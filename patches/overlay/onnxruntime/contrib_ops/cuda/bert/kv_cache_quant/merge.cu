@@ -4,10 +4,10 @@
 // the sink, V's static scale.
 //
 // grid    one block per output row in x: (b * S + s) * H + head.
-// block   256 threads. The statistics are read first, two splits a thread; then a group of threads reads a split's
-//         numerators, a float4 each, and the groups take every n-th split, so that all reads of a row are in flight
-//         together. The groups' sums are added through shared memory.
-// shared  7 KB.
+// block   256 threads, or 512 where 256 could not have all reads of a row in flight together. The statistics are read
+//         first; then a group of threads reads a split's numerators, a float4 each, and the groups take every n-th
+//         split. The groups' sums are added through shared memory.
+// shared  7 KB, or 12 KB.
 
 #include "contrib_ops/cuda/bert/kv_cache_quant/dispatch.h"
 #include "contrib_ops/cuda/bert/kv_cache_quant/kernel_launch.cuh"
@@ -21,22 +21,24 @@ namespace kv_cache_quant {
 
 namespace {
 
-constexpr int kMergeSplits = 512;  // the most that MakePlan makes
-constexpr int kMergeThreads = 256;
-constexpr int kMergeWarps = kMergeThreads / 32;
-constexpr int kStatsPerThread = kMergeSplits / kMergeThreads;
+constexpr int kMergeSplits = kMaxSplits;
+constexpr int kFewMergeThreads = 256;
+constexpr int kManyMergeThreads = 512;
 constexpr int kReadsInFlight = 8;  // of numerators, a thread
-constexpr int kMergeMaxGroups = 16;
 constexpr float kEmptySplit = -1.0f;
-static_assert(kMergeSplits % kMergeThreads == 0, "whole statistics for every thread");
-static_assert(kMaxHeadSize <= kMergeThreads, "an element of the row for every thread");
+static_assert(kMaxHeadSize <= kFewMergeThreads, "an element of the row for every thread");
 
+template <int kThreads>
 struct MergeShared {
+  static constexpr int kWarps = kThreads / 32;
+  static constexpr int kStatsPerThread = kThreads < kMergeSplits ? kMergeSplits / kThreads : 1;
+  static constexpr int kMaxGroups = kThreads / 16;  // D 64
+  static constexpr int kBeyond = kMaxGroups * kReadsInFlight;
   // kEmptySplit: no token, nothing to read; so are the entries beyond the splits that a round of reads may ask for.
-  float weight[kMergeSplits + kMergeMaxGroups * kReadsInFlight];
-  float maximum[kMergeWarps];
-  float denominator[kMergeWarps];
-  float sums[kMergeThreads * 4];  // (groups, kHeadSize)
+  float weight[kMergeSplits + kBeyond];
+  float maximum[kWarps];
+  float denominator[kWarps];
+  float sums[kThreads * 4];  // (groups, kHeadSize)
 };
 
 // 16 bytes at `address`, or zeros without a read: a predicate, where a branch would keep a thread's reads apart.
@@ -51,14 +53,17 @@ __device__ __forceinline__ float4 LoadIf(bool wanted, const float4* address) {
 
 // Weights into shared.weight; returns the denominator, the sink included. Ends behind a barrier.
 // partial_row: of split 0.
+template <int kThreads>
 __device__ __forceinline__ float WeighSplits(const GqaParams& p, const GqaPlan& plan, int64_t partial_row, float sink,
-                                             MergeShared& shared) {
+                                             MergeShared<kThreads>& shared) {
+  constexpr int kStatsPerThread = MergeShared<kThreads>::kStatsPerThread;
+  constexpr int kWarps = MergeShared<kThreads>::kWarps;
   const int thread = static_cast<int>(threadIdx.x);
   float2 stats[kStatsPerThread];
   float top = sink;
 #pragma unroll
   for (int i = 0; i < kStatsPerThread; ++i) {
-    const int split = thread + i * kMergeThreads;
+    const int split = thread + i * kThreads;
     stats[i] = make_float2(-INFINITY, 0.0f);
     if (split < plan.splits) {
       stats[i] = p.partial_stats[partial_row + static_cast<int64_t>(split) * plan.unit_rows];
@@ -71,36 +76,36 @@ __device__ __forceinline__ float WeighSplits(const GqaParams& p, const GqaPlan& 
   if (thread % 32 == 0) shared.maximum[thread / 32] = top;
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < kMergeWarps; ++i) top = fmaxf(top, shared.maximum[i]);
+  for (int i = 0; i < kWarps; ++i) top = fmaxf(top, shared.maximum[i]);
 
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kStatsPerThread; ++i) {
-    const int split = thread + i * kMergeThreads;
+    const int split = thread + i * kThreads;
     const bool empty = stats[i].y == 0.0f;
     // A maximum or denominator that is not finite becomes NaN here or in the product.
     const float weight = empty ? kEmptySplit : Exp2(stats[i].x - top);
-    shared.weight[split] = weight;
+    if (split < kMergeSplits) shared.weight[split] = weight;
     if (!empty) sum += weight * stats[i].y;
   }
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
-  if (thread < kMergeMaxGroups * kReadsInFlight) shared.weight[kMergeSplits + thread] = kEmptySplit;
+  for (int i = thread; i < MergeShared<kThreads>::kBeyond; i += kThreads) shared.weight[kMergeSplits + i] = kEmptySplit;
   if (thread % 32 == 0) shared.denominator[thread / 32] = sum;
   __syncthreads();
   sum = Exp2(sink - top);
 #pragma unroll
-  for (int i = 0; i < kMergeWarps; ++i) sum += shared.denominator[i];
+  for (int i = 0; i < kWarps; ++i) sum += shared.denominator[i];
   return sum;
 }
 
-template <int kHeadSize>
-__global__ void __launch_bounds__(kMergeThreads)
+template <int kHeadSize, int kThreads>
+__global__ void __launch_bounds__(kThreads, 1)
     MergeKernel(const __grid_constant__ GqaParams p, const __grid_constant__ GqaPlan plan) {
   constexpr int kGroupThreads = kHeadSize / 4;
-  constexpr int kGroups = kMergeThreads / kGroupThreads;
-  static_assert(kGroups <= kMergeMaxGroups, "weights beyond the last split");
-  __shared__ MergeShared shared;
+  constexpr int kGroups = kThreads / kGroupThreads;
+  static_assert(kGroups <= MergeShared<kThreads>::kMaxGroups, "weights beyond the last split");
+  __shared__ MergeShared<kThreads> shared;
   const int thread = static_cast<int>(threadIdx.x);
   const int head = static_cast<int>(blockIdx.x) % p.num_heads;
   const int token = static_cast<int>(blockIdx.x) / p.num_heads;
@@ -164,7 +169,12 @@ cudaError_t LaunchMerge(const GqaParams& p, const GqaPlan& plan, cudaStream_t st
   if (blocks == 0 || plan.splits <= 1) return cudaSuccess;
   if (plan.splits > kMergeSplits) return cudaErrorInvalidValue;
   return DispatchHeadSize(plan.padded_head_size, [&](auto head_size) {
-    return LaunchOverlapping(MergeKernel<decltype(head_size)::value>, blocks, kMergeThreads, 0, stream, p, plan);
+    constexpr int kHeadSize = decltype(head_size)::value;
+    constexpr int kFewSplits = kFewMergeThreads / (kHeadSize / 4) * kReadsInFlight;
+    if (plan.splits <= kFewSplits) {
+      return LaunchOverlapping(MergeKernel<kHeadSize, kFewMergeThreads>, blocks, kFewMergeThreads, 0, stream, p, plan);
+    }
+    return LaunchOverlapping(MergeKernel<kHeadSize, kManyMergeThreads>, blocks, kManyMergeThreads, 0, stream, p, plan);
   });
 }
 

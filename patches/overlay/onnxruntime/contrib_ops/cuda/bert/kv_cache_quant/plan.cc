@@ -11,7 +11,6 @@ namespace kv_cache_quant {
 namespace {
 
 constexpr int64_t kMinSplitTokens = 64;
-constexpr int64_t kMaxSplits = 512;
 
 bool Fail(std::string* error, const std::string& what) {
   *error = what;

@@ -25,6 +25,7 @@ enum class GqaPath : int32_t { kDecode = 0,    // up to kDecodeRows rows per (ba
 
 constexpr int kDecodeRows = 16;  // half as many where heads are padded to 256 elements: accumulators are registers
 constexpr int kPrefillRows = 64;
+constexpr int kMaxSplits = 512;
 
 struct DeviceLimits {
   int multiprocessors = 0;
