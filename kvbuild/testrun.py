@@ -47,7 +47,7 @@ def folders(cfg: Config) -> list[Path]:
 
 
 def digest(cfg: Config, wheel_sha256: str) -> str:
-    sources = {".py", ".h", ".cpp"}
+    sources = {".py", ".h", ".cpp", ".cc", ".cu"}
     files = [path for path in (cfg.repo / "python_tests").rglob("*") if path.suffix in sources]
     pins = [venv.test_requirements(cfg), venv.stock_requirements(cfg)]
     return stamps.digest_of(
