@@ -26,6 +26,9 @@ except Exception:
 print("libonnxruntime_providers_cuda.so" in pathlib.Path("/proc/self/maps").read_text())
 """
 
+_NO_DRIVER = "CUDADriverWrapper::CUDADriverWrapper()"
+"""Named when a constructor of the library finds no driver and ends the process: every symbol was found before."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
@@ -75,7 +78,7 @@ def check_loads(python: Path, target: Target, folder: Path) -> None:
     env = {**venv.ISOLATED, "LD_LIBRARY_PATH": str(target.toolkit / "lib64")}
     said: list[str] = []
     done = proc.run([python, "-c", _LOAD], cwd=folder, env=env, capture=True, check=False, on_line=said.append)
-    if done.stdout.strip() != b"True":
+    if done.stdout.strip() != b"True" and not any(_NO_DRIVER in line for line in said):
         msg = f"the CUDA provider does not load (exit code {done.returncode})"
         lines = "\n".join(f"  | {line}" for line in said)
         raise BuildError(msg, f"a source was left out that defines a symbol, or a library is missing\n{lines}".rstrip())

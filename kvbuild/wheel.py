@@ -36,6 +36,7 @@ def local_version(base: Base) -> str:
 
 def pack(cfg: Config, base: Base, cuda: cudawheel.Target | None, log_path: Path) -> Path:
     """Run upstream's setup.py in the build directory; returns the finished file in `cfg.dist_dir`."""
+    refresh_providers(cfg.build_dir)
     # setup.py adds to what an earlier run left in these folders.
     for stale in ("dist", "build"):
         shutil.rmtree(cfg.build_dir / stale, ignore_errors=True)
@@ -50,6 +51,17 @@ def pack(cfg: Config, base: Base, cuda: cudawheel.Target | None, log_path: Path)
     shutil.rmtree(cfg.dist_dir, ignore_errors=True)
     cfg.dist_dir.mkdir(parents=True)
     return Path(shutil.move(made[0], cfg.dist_dir / made[0].name))
+
+
+def refresh_providers(build_dir: Path) -> None:
+    """Bring the package's copies of the provider libraries up to date.
+
+    Upstream copies them as a step after linking the Python module, which an edit of a provider alone does not relink.
+    """
+    for library in build_dir.glob("libonnxruntime_providers_*.so"):
+        copy = build_dir / "onnxruntime" / "capi" / library.name
+        if copy.exists() and copy.stat().st_mtime < library.stat().st_mtime:
+            shutil.copy2(library, copy)
 
 
 def check(

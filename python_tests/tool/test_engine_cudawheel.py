@@ -117,6 +117,11 @@ def test_provider_is_loaded_against_the_toolkit(tmp_path: Path) -> None:
     cudawheel.check_loads(python, TARGET, tmp_path)
 
 
+def test_machine_without_a_driver_is_enough(tmp_path: Path) -> None:
+    said = "terminate: onnxruntime::contrib::cuda::CUDADriverWrapper::CUDADriverWrapper() handle != nullptr"
+    cudawheel.check_loads(executable(tmp_path / "python", f"echo '{said}' >&2; kill -ABRT $$"), TARGET, tmp_path)
+
+
 @pytest.mark.parametrize("body", ["echo undefined symbol: _ZN3foo >&2; echo False", "kill -SEGV $$"])
 def test_provider_that_does_not_load_is_refused(tmp_path: Path, body: str) -> None:
     with pytest.raises(BuildError, match="does not load") as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -50,6 +51,24 @@ def test_packed_anew_with_the_local_version(cfg: Config) -> None:
     path = wheel.pack(cfg, BASE, None, cfg.logs / "wheel.log")
     assert path == cfg.dist_dir / "onnxruntime-1.21.0+kvq.7-cp311-cp311-linux_x86_64.whl"
     assert [file.name for file in cfg.dist_dir.iterdir()] == [path.name]
+
+
+def test_provider_built_alone_reaches_the_wheel(tmp_path: Path) -> None:
+    """Upstream copies it only when the Python module is linked; a newer copy, and one it never made, stay as they are."""
+    package = tmp_path / "onnxruntime" / "capi"
+    package.mkdir(parents=True)
+    for name, built, copied in (("cuda", 20, 10), ("shared", 10, 20), ("other", 20, None)):
+        library = tmp_path / f"libonnxruntime_providers_{name}.so"
+        library.write_text("built")
+        os.utime(library, (built, built))
+        if copied is not None:
+            (package / library.name).write_text("copied")
+            os.utime(package / library.name, (copied, copied))
+    wheel.refresh_providers(tmp_path)
+    assert {path.name: path.read_text() for path in package.iterdir()} == {
+        "libonnxruntime_providers_cuda.so": "built",
+        "libonnxruntime_providers_shared.so": "copied",
+    }
 
 
 def test_checked_wheel_is_described(cfg: Config, monkeypatch: pytest.MonkeyPatch) -> None:
