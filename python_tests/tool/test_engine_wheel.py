@@ -54,7 +54,7 @@ def test_packed_anew_with_the_local_version(cfg: Config) -> None:
 
 
 def test_provider_built_alone_reaches_the_wheel(tmp_path: Path) -> None:
-    """Upstream copies it only when the Python module is linked; a newer copy, and one it never made, stay as they are."""
+    """Upstream copies it only when the Python module is linked; what is newer, or was never copied, stays as it is."""
     package = tmp_path / "onnxruntime" / "capi"
     package.mkdir(parents=True)
     for name, built, copied in (("cuda", 20, 10), ("shared", 10, 20), ("other", 20, None)):
