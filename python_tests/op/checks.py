@@ -15,8 +15,8 @@ from python_tests.reference.step import Cache, Expected, Inputs, run_step
 # one of a bfloat16 output, whose rounding the other part of the bound has twice.
 FLOORS = {"float32": 2.0**-20, "float16": 2.0**-10, "bfloat16": 2.0**-9}
 
-# How far rounding one operand to 16 bits moves a term of a score. The terms' errors add up as a random walk does.
-WALKS = {"float16": 2.0**-11, "bfloat16": 2.0**-9}
+# How far rounding a query to the kernels' float16 moves a term of a score. The errors add up as a random walk does.
+WALK = 2.0**-11
 
 # The part of the output bound that each verified case used; the test report ends with the largest.
 USED_FRACTIONS: dict[str, float] = {}
@@ -43,7 +43,7 @@ def output_bound(expected: Expected) -> Array:
     relative = float(np.max(error[np.isfinite(error)], initial=0.0))
     floor = FLOORS[expected.half or expected.same_precision.dtype.name] + expected.terms * 2.0**-24
     if expected.half:
-        floor = floor + expected.terms / np.sqrt(expected.output.shape[-1]) * WALKS[expected.half]
+        floor = floor + expected.terms / np.sqrt(expected.output.shape[-1]) * WALK
     bound: Array = expected.magnitude * (2 * relative + floor)
     if expected.same_precision.dtype == np.float16:
         bound = bound + 2.0**-24
