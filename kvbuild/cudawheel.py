@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbuild import proc, sharedlib, venv
+from kvbuild import proc, sharedlib
 from kvbuild.errors import BuildError
 
 PROVIDER = "onnxruntime/capi/libonnxruntime_providers_cuda.so"
@@ -16,18 +18,9 @@ _SYSTEM = re.compile(r"(lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s)|ld-linux-[\w-]+)\.
 _CUDA = re.compile(r"lib(cudart|cublas|cublasLt|curand|cufft|cudnn(_\w+)?|nvrtc)\.so\.\d+")
 _PACKAGES_OF_CUDA_12 = ("cublas", "cuda_nvrtc", "cuda_runtime", "cudnn", "cufft", "curand")
 
-# Whatever asks for a device makes ONNX Runtime load the provider, which itself cannot be loaded without its host.
-_LOAD = """
-import numpy, onnxruntime, pathlib
-try:
-    onnxruntime.OrtValue.ortvalue_from_numpy(numpy.zeros(1, numpy.float32), "cuda", 0)
-except Exception:
-    pass
-print("libonnxruntime_providers_cuda.so" in pathlib.Path("/proc/self/maps").read_text())
-"""
-
-_NO_DRIVER = "CUDADriverWrapper::CUDADriverWrapper()"
-"""Named when a constructor of the library finds no driver and ends the process: every symbol was found before."""
+_GIVEN_BY_HOST = "Provider_GetHost"
+"""ONNX Runtime's own library has it and is loaded first."""
+_UNRESOLVED = re.compile(r"undefined symbol: (\S+)|(\S+) => not found")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +40,19 @@ def runpath(cuda_version: str) -> list[str]:
     return ["$ORIGIN", *(f"$ORIGIN/../../nvidia/{folder}/lib" for folder in folders)]
 
 
-def check(wheel: Path, target: Target, scratch: Path) -> str:
-    """Look into the provider library; returns what device code it holds. Raises BuildError."""
+@contextmanager
+def unpacked(wheel: Path, scratch: Path) -> Iterator[Path]:
+    """The provider library of the wheel, as a file for a while. Raises BuildError where there is none."""
     with tempfile.TemporaryDirectory(dir=scratch, prefix="provider-") as folder, zipfile.ZipFile(wheel) as archive:
         if PROVIDER not in archive.namelist():
             msg = f"{wheel.name} has no {PROVIDER}"
             raise BuildError(msg, "it was packed before the provider was linked", "run again with --from build")
-        library = sharedlib.inspect(Path(archive.extract(PROVIDER, folder)))
+        yield Path(archive.extract(PROVIDER, folder))
+
+
+def check(path: Path, target: Target) -> str:
+    """Look into the provider library; returns what device code it holds. Raises BuildError."""
+    library = sharedlib.inspect(path)
     wanted = sharedlib.requested_code(target.architectures)
     if library.device_code != wanted:
         msg = f"the CUDA provider holds code for {_listed(library.device_code)} instead of {_listed(wanted)}"
@@ -73,15 +72,16 @@ def check(wheel: Path, target: Target, scratch: Path) -> str:
     return _listed(library.device_code)
 
 
-def check_loads(python: Path, target: Target, folder: Path) -> None:
-    """Load the provider in an environment that has the wheel: no symbol may be missing. No GPU is needed."""
-    env = {**venv.ISOLATED, "LD_LIBRARY_PATH": str(target.toolkit / "lib64")}
-    said: list[str] = []
-    done = proc.run([python, "-c", _LOAD], cwd=folder, env=env, capture=True, check=False, on_line=said.append)
-    if done.stdout.strip() != b"True" and not any(_NO_DRIVER in line for line in said):
-        msg = f"the CUDA provider does not load (exit code {done.returncode})"
-        lines = "\n".join(f"  | {line}" for line in said)
-        raise BuildError(msg, f"a source was left out that defines a symbol, or a library is missing\n{lines}".rstrip())
+def check_symbols(path: Path, target: Target) -> None:
+    """No symbol may be missing. The library is not run: loading it needs NVIDIA's driver."""
+    env = {"LD_LIBRARY_PATH": str(target.toolkit / "lib64")}
+    done = proc.run(["ldd", "-r", path], env=env, capture=True, check=False)
+    found = (match[1] or match[2] for match in _UNRESOLVED.finditer(done.stdout.decode("utf-8", "replace")))
+    missing = sorted(set(found) - {_GIVEN_BY_HOST})
+    if missing or done.returncode != 0:
+        msg = f"the CUDA provider does not load, it lacks {', '.join(missing[:5]) or 'something'}"
+        why = "a source that defines the symbol was left out, or a library is missing"
+        raise BuildError(msg, why, f"see ldd -r {path.name}, with LD_LIBRARY_PATH={env['LD_LIBRARY_PATH']}")
 
 
 def _listed(code: frozenset[str]) -> str:

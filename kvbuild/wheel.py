@@ -77,8 +77,10 @@ def check(
         msg = f"{wheel.name} has {size / MIB:.1f} MiB only"
         raise BuildError(msg, "the native library is not in it", f"see {log_path}")
     if cuda:
-        log.info(f"  CUDA provider: code for {cudawheel.check(wheel, cuda, cfg.base_dir)}")
-    info = _import(cfg, wheel, log_path, cuda)
+        with cudawheel.unpacked(wheel, cfg.base_dir) as library:
+            log.info(f"  CUDA provider: code for {cudawheel.check(library, cuda)}")
+            cudawheel.check_symbols(library, cuda)
+    info = _import(cfg, wheel, log_path)
     if patchset not in info["build_info"]:
         msg = f"the library in {wheel.name} does not name the patch set {patchset}: {info['build_info']}"
         raise BuildError(msg, "it was compiled before the last change of the patch set", "run again with --from build")
@@ -110,7 +112,7 @@ print(json.dumps(dict(file=ort.__file__, version=ort.__version__, build_info=ort
 """
 
 
-def _import(cfg: Config, wheel: Path, log_path: Path, cuda: cudawheel.Target | None) -> dict[str, Any]:
+def _import(cfg: Config, wheel: Path, log_path: Path) -> dict[str, Any]:
     """Import the wheel from a fresh environment. Its CUDA libraries load on demand, so no GPU is needed."""
     with tempfile.TemporaryDirectory(dir=cfg.base_dir, prefix="venv-import-") as folder:
         python = venv.ensure(cfg, Path(folder), [venv.test_requirements(cfg)], log_path, wheels=[wheel])
@@ -121,8 +123,6 @@ def _import(cfg: Config, wheel: Path, log_path: Path, cuda: cudawheel.Target | N
         if not Path(info["file"]).is_relative_to(Path(folder).resolve()):
             msg = f"import onnxruntime took {info['file']} instead of the wheel"
             raise BuildError(msg, "another ONNX Runtime is visible in fresh environments of this interpreter")
-        if cuda:
-            cudawheel.check_loads(python, cuda, Path(folder))
     return info
 
 

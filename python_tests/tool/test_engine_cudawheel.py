@@ -27,7 +27,8 @@ def put_wheel(folder: Path, data: bytes, name: str = cudawheel.PROVIDER) -> Path
 
 
 def check(folder: Path, data: bytes, target: cudawheel.Target = TARGET) -> str:
-    return cudawheel.check(put_wheel(folder, data), target, folder)
+    with cudawheel.unpacked(put_wheel(folder, data), folder) as path:
+        return cudawheel.check(path, target)
 
 
 def test_library_that_is_as_expected(tmp_path: Path) -> None:
@@ -103,8 +104,11 @@ def test_other_search_path_is_refused(tmp_path: Path, path: str | None) -> None:
 
 def test_wheel_without_the_provider_is_refused(tmp_path: Path) -> None:
     wheel = put_wheel(tmp_path, b"", "onnxruntime/__init__.py")
-    with pytest.raises(BuildError, match="has no onnxruntime/capi/libonnxruntime_providers_cuda"):
-        cudawheel.check(wheel, TARGET, tmp_path)
+    with (
+        pytest.raises(BuildError, match="has no onnxruntime/capi/libonnxruntime_providers_cuda"),
+        cudawheel.unpacked(wheel, tmp_path),
+    ):
+        pass
 
 
 def test_search_path_of_cuda_12_names_its_packages() -> None:
@@ -112,18 +116,29 @@ def test_search_path_of_cuda_12_names_its_packages() -> None:
     assert not any("cu13" in folder for folder in cudawheel.runpath("12.8"))
 
 
-def test_provider_is_loaded_against_the_toolkit(tmp_path: Path) -> None:
-    python = executable(tmp_path / "python", '[ "$LD_LIBRARY_PATH" = /tree/lib64 ] && echo True')
-    cudawheel.check_loads(python, TARGET, tmp_path)
+def fake_ldd(folder: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    executable(folder / "ldd", f'[ "$1 $LD_LIBRARY_PATH" = "-r /tree/lib64" ] || exit 9\n{body}')
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
-def test_machine_without_a_driver_is_enough(tmp_path: Path) -> None:
-    said = "terminate: onnxruntime::contrib::cuda::CUDADriverWrapper::CUDADriverWrapper() handle != nullptr"
-    cudawheel.check_loads(executable(tmp_path / "python", f"echo '{said}' >&2; kill -ABRT $$"), TARGET, tmp_path)
+def test_symbol_of_the_host_may_be_undefined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_ldd(
+        tmp_path, "printf 'libc.so.6 => /lib/libc.so.6\\nundefined symbol: Provider_GetHost\\t(x.so)'", monkeypatch
+    )
+    cudawheel.check_symbols(tmp_path / "x.so", TARGET)
 
 
-@pytest.mark.parametrize("body", ["echo undefined symbol: _ZN3foo >&2; echo False", "kill -SEGV $$"])
-def test_provider_that_does_not_load_is_refused(tmp_path: Path, body: str) -> None:
-    with pytest.raises(BuildError, match="does not load") as caught:
-        cudawheel.check_loads(executable(tmp_path / "python", body), TARGET, tmp_path)
-    assert ("_ZN3foo" in caught.value.why) == ("_ZN3foo" in body)
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("printf 'undefined symbol: _ZN3foo\\t(x.so)'", "it lacks _ZN3foo"),
+        ("echo '\tlibcudnn.so.9 => not found'", r"it lacks libcudnn\.so\.9"),
+        ("exit 1", "it lacks something"),
+    ],
+)
+def test_missing_symbol_or_library_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, told: str
+) -> None:
+    fake_ldd(tmp_path, body, monkeypatch)
+    with pytest.raises(BuildError, match=told):
+        cudawheel.check_symbols(tmp_path / "x.so", TARGET)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,7 +111,9 @@ def test_wheel_with_cuda_has_its_name_and_provider(
     cuda.build_dir.mkdir()
     monkeypatch.setattr(wheel, "_import", lambda *_args: {"build_info": "", "providers": providers})
     target = cudawheel.Target(version="13.0", architectures="90-real", toolkit=tmp_path)
+    monkeypatch.setattr(cudawheel, "unpacked", lambda *_args: nullcontext(tmp_path))
     monkeypatch.setattr(cudawheel, "check", lambda *_args: "sm_90")
+    monkeypatch.setattr(cudawheel, "check_symbols", lambda *_args: None)
     path = wheel.pack(cuda, BASE, target, cfg.logs / "wheel.log")
     assert path.name.startswith("onnxruntime_gpu-")
     if len(providers) > 1:
