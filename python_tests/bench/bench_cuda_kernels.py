@@ -117,8 +117,10 @@ def measure(device: Device, timer: Timer, shape: Shape, arguments: argparse.Name
             msg = f"{shape}: relative error {error:.2e}"
             raise AssertionError(msg)
         row.us = layer_times(layers, timer, "gqa", arguments.rounds)
-        attention: Kernel = "decode" if plan.path == 0 else "prefill"
-        kernels: list[Kernel] = ["append", attention, *(["merge"] if plan.splits > 1 else [])]  # type: ignore[list-item]
+        # A decode step is one launch, two where it has more splits than a block merges.
+        kernels: list[Kernel] = ["decode"] if plan.path == 0 else ["append", "prefill"]
+        if plan.splits > 1 and plan.counters == 0:
+            kernels.append("merge")
         for kernel in kernels:
             row.parts[kernel] = float(np.median(layer_times(layers, timer, kernel, arguments.rounds)))
     finally:

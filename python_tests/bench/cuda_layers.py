@@ -76,8 +76,10 @@ class Layers:
         device = self.device
         self.plan = device.make_plan(self.params[0], device.multiprocessors, device.compute_capability)
         workspace = self._allocate(self.plan.workspace_bytes)
+        counters = self._put(np.zeros(self.plan.counters, np.uint32))
         for p in self.params:
             device.bind_workspace(self.plan, workspace, p)
+            p.counters = counters
         device.synchronize()
 
     def _allocate(self, size: int) -> int:

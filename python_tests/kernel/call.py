@@ -60,10 +60,17 @@ class Call:
         self._add_inputs(inputs)
         self._add_cache(past, present)
         multiprocessors = case.multiprocessors or device.multiprocessors
-        self.plan: GqaPlan = device.make_plan(self.params, multiprocessors, device.compute_capability)
+        self.make_plan(multiprocessors)
+
+    def make_plan(self, multiprocessors: int) -> None:
+        """Plan of the parameters as they are, its scratch poisoned, and its counters zero."""
+        self.plan: GqaPlan = self.device.make_plan(self.params, multiprocessors, self.device.compute_capability)
+        for name in ("workspace", "counters"):
+            if name in self.buffers:
+                self.buffers[name].close()
         scratch = np.full(self.plan.workspace_bytes, WORKSPACE_POISON, np.uint8)
-        self.buffers["workspace"] = Buffer(device, scratch)
-        device.bind_workspace(self.plan, self.buffers["workspace"].address, self.params)
+        self.device.bind_workspace(self.plan, self._put("workspace", scratch), self.params)
+        self.params.counters = self._put("counters", np.zeros(self.plan.counters, np.uint32))
 
     def _shapes(self, past: Cache, present: Cache | None) -> GqaParams:
         case, dtype = self.case, self.case.dtype
@@ -142,6 +149,7 @@ class Call:
         """Reads everything back."""
         read = {name: buffer.read() for name, buffer in self.buffers.items()}
         arrays, stray = {k: v[0] for k, v in read.items()}, {k: v[1] for k, v in read.items() if v[1]}
+        assert not arrays["counters"].any(), "the counters of the splits are not zero again"
         case, separate = self.case, "k_present" in arrays
         shape = (case.batch, case.kv_heads, case.seq, case.head_size)
         prompt_key = None

@@ -50,7 +50,7 @@ class GqaParams(ctypes.Structure):
         ("smooth_softmax", ctypes.c_bool),
         ("k", KvSide),
         ("v", KvSide),
-        *((name, _P) for name in ("output", "prompt_key", "partial_out", "partial_stats")),
+        *((name, _P) for name in ("output", "prompt_key", "partial_out", "partial_stats", "counters")),
     ]
 
 
@@ -61,7 +61,8 @@ class GqaPlan(ctypes.Structure):
         ("path", _I32),
         ("padded_head_size", _I32),
         ("whole_rows", ctypes.c_bool),
-        *((name, _I32) for name in ("unit_rows", "units_per_head", "splits")),
+        *((name, _I32) for name in ("unit_rows", "units_per_head", "splits", "counters")),
+        ("activation_vectors", ctypes.c_bool),
         *((name, _SIZE) for name in ("prompt_key_offset", "partial_out_offset", "partial_stats_offset")),
         ("workspace_bytes", _SIZE),
     ]

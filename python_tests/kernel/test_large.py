@@ -9,7 +9,7 @@ import pytest
 
 from python_tests.kernel.call import Call
 from python_tests.kernel.case import KernelCase
-from python_tests.kernel.device import Buffer, Device
+from python_tests.kernel.device import Device
 from python_tests.kernel.edges import FORMATS
 from python_tests.kernel.verify import judge, verify
 from python_tests.kernel.yardstick import expected_of
@@ -74,10 +74,7 @@ def spread(device: Device, call: Call) -> dict[str, SpreadRows]:
             side.codes = big[f"{letter}_present"].address
             side.token_scale = big[f"{letter}_present_scale"].address
     p.capacity = p.past_capacity = CAPACITY
-    call.plan = device.make_plan(p, device.multiprocessors, device.compute_capability)
-    call.buffers["workspace"].close()
-    call.buffers["workspace"] = Buffer(device, np.full(call.plan.workspace_bytes, 0xFF, np.uint8))
-    device.bind_workspace(call.plan, call.buffers["workspace"].address, p)
+    call.make_plan(device.multiprocessors)
     return big
 
 

@@ -147,16 +147,54 @@ def test_scratch_of_a_step_is_small(library: HostLibrary, device: tuple[int, int
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_splits_fill_the_device(library: HostLibrary, device: tuple[int, int]) -> None:
-    """A long context of one head keeps all multiprocessors busy; short ones do not get more splits than tiles."""
+    """A long context keeps eight of ten multiprocessors busy at least; short ones do not get more splits than tiles."""
     multiprocessors = device[0]
     for batch, kv_heads, group in product((1, 2, 7, 64), (1, 2, 8, 32), (1, 4, 8, 16)):
         p = call(batch=batch, kv_heads=kv_heads, group=group)
         plan = library.make_plan(p, *device)
-        assert blocks(p, plan) >= multiprocessors
+        assert 10 * blocks(p, plan) >= 8 * multiprocessors
+        assert blocks(p, plan) >= multiprocessors or group > 8  # 16 rows: one block a multiprocessor
         assert 1 <= plan.splits <= 2048
         for capacity in (0, 1, 63, 64, 65, 1000):
             p.capacity = capacity
             assert 1 <= library.make_plan(p, *device).splits <= max(1, -(-capacity // 64))
+
+
+def test_who_merges(library: HostLibrary) -> None:
+    """The decode kernel itself, with a counter for every unit, up to 64 splits; else the merge kernel."""
+    for kv_heads, batch, capacity, counters in (
+        (8, 1, 131_072, 8),
+        (8, 16, 131_072, 128),
+        (1, 1, 131_072, 0),
+        (1, 1, 4096, 1),
+    ):
+        plan = library.make_plan(call(kv_heads=kv_heads, batch=batch, capacity=capacity), *H200)
+        assert plan.splits > 1
+        assert plan.counters == counters
+        assert (plan.splits <= 64) == (counters > 0)
+    assert library.make_plan(call(capacity=64), *H200).counters == 0
+    assert library.make_plan(call(seq=64), *H200).counters == 0
+
+
+def test_activation_vectors(library: HostLibrary) -> None:
+    """Rows of activations and rotary tables in vectors only where all of them are aligned and rotate by eights."""
+
+    def vectors(**fields: int | bool) -> bool:
+        p = call()
+        p.query = p.key = p.value = p.cos_cache = p.sin_cache = 1 << 20
+        p.query_stride, p.kv_stride, p.rotary_dim = 4096, 1024, 128
+        for name, value in fields.items():
+            setattr(p, name, value)
+        return bool(library.make_plan(p, *H200).activation_vectors)
+
+    assert vectors()
+    assert vectors(rotary_dim=24, rotary_interleaved=True)
+    assert vectors(rotary_dim=24, cos_cache=0)
+    for name in ("query", "key", "value", "cos_cache", "sin_cache"):
+        assert not vectors(**{name: (1 << 20) + 8}), name
+    assert not vectors(query_stride=4100)
+    assert not vectors(kv_stride=1020)
+    assert not vectors(rotary_dim=24)
 
 
 def test_plan_depends_on_shapes_only(library: HostLibrary) -> None:

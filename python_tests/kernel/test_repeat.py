@@ -174,16 +174,23 @@ def test_replay_from_5_to_262144(dtype: CacheDtype, device: Device) -> None:
             replay.feed((length,))
 
 
-def test_graph_has_kernels_only(device: Device) -> None:
-    """A step is at most four kernels: copy, append, attention and merge; no copies, no memsets, no host nodes."""
+@pytest.mark.parametrize(
+    ("heads", "multiprocessors", "kernels"),
+    [(8, 1, 1), (8, 132, 1), (1, 132, 2)],
+    ids=["one split", "merged in place", "merge kernel"],
+)
+def test_graph_has_kernels_only(heads: int, multiprocessors: int, kernels: int, device: Device) -> None:
+    """A step is one kernel, with many splits two, and with separate buffers a copy more; no memsets, no host nodes."""
     for in_place in (True, False):
-        case = KernelCase(id=f"nodes-{in_place}", totals=(40, 30), total=64, in_place=in_place)
+        case = KernelCase(
+            id=f"nodes-{heads}-{multiprocessors}-{in_place}", heads=heads, kv_heads=heads, totals=(40,), total=64,
+            capacity=8192, in_place=in_place, multiprocessors=multiprocessors,
+        )  # fmt: skip
         past = make_past(case)
         present = None if in_place else make_past(case)
         with Call(device, case, make_inputs(case), past, present) as call:
             graph = Graph(device)
             with device.capture(graph):
                 call.launch()
-            assert 1 <= graph.kernels <= 4
-            assert graph.kernels == graph.nodes
+            assert graph.kernels == graph.nodes == kernels + (0 if in_place else 1)
             graph.close()

@@ -100,8 +100,8 @@ int kvq_launch_gqa(const kvq::GqaParams* p, const kvq::GqaPlan* plan, cudaStream
 int kvq_launch_copy_past(const kvq::GqaParams* p, const kvq::GqaPlan*, cudaStream_t stream) {
   return kvq::LaunchCopyPast(*p, stream);
 }
-int kvq_launch_append(const kvq::GqaParams* p, const kvq::GqaPlan*, cudaStream_t stream) {
-  return kvq::LaunchAppend(*p, stream);
+int kvq_launch_append(const kvq::GqaParams* p, const kvq::GqaPlan* plan, cudaStream_t stream) {
+  return kvq::LaunchAppend(*p, *plan, stream);
 }
 int kvq_launch_decode(const kvq::GqaParams* p, const kvq::GqaPlan* plan, cudaStream_t stream) {
   return kvq::LaunchDecode(*p, *plan, stream);

@@ -5,8 +5,9 @@
 //   block           128 threads; a warp owns one new row of one KV head of K or V and writes all that comes of it:
 //                   codes, PER_TOKEN scale, and in a prompt with rotary the row of prompt_key
 //   shared memory   none
-//   alignment       cache rows 8 bytes (4 for int4), prompt_key 16 bytes; activations any, at 16 bytes (and half the
-//                   rotary dimension a multiple of 8) they are loaded as vectors
+//   alignment       cache rows 8 bytes (4 for int4), prompt_key 16 bytes;
+//   activations any, 16 bytes with
+//                   plan.activation_vectors
 
 #include "contrib_ops/cuda/bert/kv_cache_quant/append.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/kernel_launch.cuh"
@@ -19,6 +20,8 @@ namespace kv_cache_quant {
 namespace {
 
 constexpr int kWarps = 4;
+constexpr int kLaneElements = 8;  // rows of up to 256
+static_assert(kMaxHeadSize <= 32 * kLaneElements, "a warp holds one row");
 
 __device__ __forceinline__ uint32_t PackTwo(float x, float y, ActivationType type) {
   if (type == ActivationType::kBFloat16) {
@@ -41,10 +44,10 @@ __device__ __forceinline__ void StorePromptKey(const GqaParams& p, int64_t b, in
   *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.prompt_key) + row * p.head_size + d) = words;
 }
 
-// vectors: activations may be loaded 16 bytes at a time. qmax: QMax(kFormat). rows: B S Hkv.
+// vectors: plan.activation_vectors. rows: B S Hkv.
 template <KvFormat kFormat>
 __global__ void __launch_bounds__(32 * kWarps)
-    AppendKernel(const __grid_constant__ GqaParams p, uint32_t rows, float qmax, bool vectors) {
+    AppendKernel(const __grid_constant__ GqaParams p, uint32_t rows, bool vectors) {
   AllowNextKernel();
   uint32_t row = blockIdx.x * kWarps + threadIdx.x / 32;
   const bool is_value = row >= rows;
@@ -61,16 +64,11 @@ __global__ void __launch_bounds__(32 * kWarps)
   const void* base = is_value ? p.value : p.key;
 
   // These loads do not depend on the length, so they are under way while it is read.
-  LaneWords words = {};
-  if (vectors) words = LoadLaneWords(p, base, offset, d, !is_value);
+  LaneWords<kLaneElements> words = {};
+  if (vectors) words = LoadLaneWords<kLaneElements>(p, base, offset, d, !is_value);
   const bool per_token = side.mode == KvScaleMode::kPerToken;
   float scale[8];
-  if (!per_token && d < p.head_size) {
-    const bool per_channel = side.mode == KvScaleMode::kPerChannel;
-    const float* source = side.static_scale + (per_channel ? static_cast<int64_t>(h) * p.head_size + d : 0);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) scale[i] = __ldg(source + (per_channel ? i : 0));
-  }
+  if (!per_token) LoadStaticScales(p, side, h, lane, scale);
 
   const SequenceState sequence = LoadSequence(p, b);
   if (!sequence.valid || s >= sequence.rows) return;
@@ -78,58 +76,39 @@ __global__ void __launch_bounds__(32 * kWarps)
   float x[8] = {};
   if (vectors) {
     UnpackRotated(p, words, d, position, !is_value, x);
-  } else if (d < p.head_size) {
-#pragma unroll 1
-    for (int i = 0; i < 8; ++i) {
-      x[i] = is_value ? LoadActivation(base, offset + d + i, p.activation)
-                      : LoadRotated(p, base, offset, d + i, position);
-    }
+  } else {
+    LoadLaneRow(p, base, offset, position, lane, !is_value, false, x);
   }
   if (!is_value && p.is_prompt && p.cos_cache != nullptr && d < p.head_size) StorePromptKey(p, b, h, s, d, x);
 
   const int64_t cache_row = (static_cast<int64_t>(b) * p.kv_num_heads + h) * p.capacity + position;
   int32_t code[8];
   if (per_token) {
-    float y[8];
-    DivideByTokenScale(side, cache_row, lane, qmax, x, y);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) code[i] = EncodeQuotient(y[i], kFormat, true);
+    const float token_scale = EncodeTokenRow<kFormat>(side, x, code);
+    if (lane == 0) StoreTokenScale(side, cache_row, token_scale);
   } else if (d < p.head_size) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) code[i] = EncodeElement(x[i], scale[i], kFormat, false);
+    EncodeStaticRow<kFormat>(scale, x, code);
   }
   if (d < p.head_size) StoreCodes<kFormat>(side.codes + cache_row * p.row_bytes, lane, code);
 }
 
-bool IsAligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % sizeof(uint4) == 0; }
-
-// Whether eight elements at a multiple of 8 are 16-byte aligned in all activations, and rotate alike.
-bool InVectors(const GqaParams& p) {
-  if (!IsAligned(p.key) || !IsAligned(p.value) || p.kv_stride % kLaneElements != 0) return false;
-  if (p.cos_cache == nullptr) return true;
-  const int32_t alike = p.rotary_interleaved ? p.rotary_dim : p.rotary_dim / 2;
-  return alike % kLaneElements == 0 && IsAligned(p.cos_cache) && IsAligned(p.sin_cache);
-}
-
 }  // namespace
 
-cudaError_t LaunchAppend(const GqaParams& p, cudaStream_t stream) {
+cudaError_t LaunchAppend(const GqaParams& p, const GqaPlan& plan, cudaStream_t stream) {
   const int64_t rows = static_cast<int64_t>(p.batch_size) * p.sequence_length * p.kv_num_heads;
   if (rows == 0) return cudaSuccess;
   if (rows > INT32_MAX / 2) return cudaErrorInvalidConfiguration;  // MakePlan allows fewer
   const auto blocks = static_cast<unsigned int>((2 * rows + kWarps - 1) / kWarps);
   const auto count = static_cast<uint32_t>(rows);
-  const float qmax = QMax(p.format);
-  const bool vectors = InVectors(p);
   switch (p.format) {
     case KvFormat::kInt8:
-      AppendKernel<KvFormat::kInt8><<<blocks, 32 * kWarps, 0, stream>>>(p, count, qmax, vectors);
+      AppendKernel<KvFormat::kInt8><<<blocks, 32 * kWarps, 0, stream>>>(p, count, plan.activation_vectors);
       break;
     case KvFormat::kFloat8E4M3FN:
-      AppendKernel<KvFormat::kFloat8E4M3FN><<<blocks, 32 * kWarps, 0, stream>>>(p, count, qmax, vectors);
+      AppendKernel<KvFormat::kFloat8E4M3FN><<<blocks, 32 * kWarps, 0, stream>>>(p, count, plan.activation_vectors);
       break;
     case KvFormat::kInt4:
-      AppendKernel<KvFormat::kInt4><<<blocks, 32 * kWarps, 0, stream>>>(p, count, qmax, vectors);
+      AppendKernel<KvFormat::kInt4><<<blocks, 32 * kWarps, 0, stream>>>(p, count, plan.activation_vectors);
       break;
     default:
       return cudaErrorInvalidValue;

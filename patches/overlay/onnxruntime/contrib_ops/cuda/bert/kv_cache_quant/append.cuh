@@ -1,178 +1,103 @@
 // Copyright (c) the kv-quant patch set authors. Licensed under the MIT License.
 //
-// One new row of K or V on its way into the cache. A warp owns a row: lane i holds elements [8 i, 8 i + 8), lanes at
-// and beyond D / 8 hold zeros.
+// One new row of K or V on its way into the cache, in a warp as lane_row.cuh has it.
 
 #pragma once
 
-#include "contrib_ops/cuda/bert/kv_cache_quant/activation.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/codec.cuh"
+#include "contrib_ops/cuda/bert/kv_cache_quant/lane_row.cuh"
 
 namespace onnxruntime {
 namespace contrib {
 namespace kv_cache_quant {
 
-constexpr int kLaneElements = 8;
-static_assert(kMaxHeadSize <= 32 * kLaneElements, "a warp holds one row");
-
-// A lane's activations as they lie in memory, and those that rotate with them.
-struct LaneWords {
-  uint4 own;
-  uint4 partner;
-};
+// QMax, which is a function of the host.
+template <KvFormat kFormat>
+constexpr float kQMaxOf = QMax(kFormat);
 
 namespace append_internal {
-
-__device__ __forceinline__ uint4 LoadWords(const void* base, int64_t index) {
-  return __ldg(reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(base) + index));
-}
-
-__device__ __forceinline__ void UnpackTwo(uint32_t word, ActivationType type, float* x) {
-  if (type == ActivationType::kBFloat16) {
-    x[0] = __uint_as_float(word << 16);
-    x[1] = __uint_as_float(word & 0xFFFF0000u);
-  } else {
-    x[0] = __half2float(__ushort_as_half(static_cast<unsigned short>(word & 0xFFFFu)));
-    x[1] = __half2float(__ushort_as_half(static_cast<unsigned short>(word >> 16)));
-  }
-}
-
-__device__ __forceinline__ void UnpackEight(const uint4& words, ActivationType type, float (&x)[8]) {
-  UnpackTwo(words.x, type, x);
-  UnpackTwo(words.y, type, x + 2);
-  UnpackTwo(words.z, type, x + 4);
-  UnpackTwo(words.w, type, x + 6);
-}
 
 // x / scale, correctly rounded, with the steps that do not depend on x taken once. They are those of a division, whose
 // check for exponents far apart is made on the scale alone: at the ends of [2^-60, 2^60] a quotient that is inexact
 // is far below half a code.
-__device__ __forceinline__ void DivideEight(const float (&x)[8], float scale, float (&y)[8]) {
+template <int kElements>
+__device__ __forceinline__ void DivideAll(const float (&x)[kElements], float scale, float (&y)[kElements]) {
   if (scale >= 0x1p-60f && scale <= 0x1p60f) {
     const float reciprocal = __frcp_rn(scale);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < kElements; ++i) {
       const float q = __fmul_rn(x[i], reciprocal);
       const float closer = __fmaf_rn(__fmaf_rn(-q, scale, x[i]), reciprocal, q);
       y[i] = copysignf(__fmaf_rn(__fmaf_rn(-closer, scale, x[i]), reciprocal, closer), x[i]);  // -0
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) y[i] = __fdiv_rn(x[i], scale);
+    for (int i = 0; i < kElements; ++i) y[i] = __fdiv_rn(x[i], scale);
   }
 }
 
 }  // namespace append_internal
 
-// Loads elements [d, d + 8) of a row that starts row_offset elements from base, 16-byte aligned; rotates: K.
-__device__ __forceinline__ LaneWords LoadLaneWords(const GqaParams& p, const void* base, int64_t row_offset, int d,
-                                                   bool rotates) {
-  LaneWords words = {};
-  if (d >= p.head_size) return words;
-  words.own = append_internal::LoadWords(base, row_offset + d);
-  if (rotates && p.cos_cache != nullptr && d < p.rotary_dim && !p.rotary_interleaved) {
-    const int half = p.rotary_dim / 2;
-    words.partner = append_internal::LoadWords(base, row_offset + (d < half ? d + half : d - half));
-  }
-  return words;
+// A lane's scales of a side without token scales, of KV head h.
+template <int kElements>
+__device__ __forceinline__ void LoadStaticScales(const GqaParams& p, const KvSide& side, int h, int lane,
+                                                 float (&scale)[kElements]) {
+  const int d = lane * kElements;
+  if (d >= p.head_size) return;
+  const bool per_channel = side.mode == KvScaleMode::kPerChannel;
+  const float* source = side.static_scale + (per_channel ? static_cast<int64_t>(h) * p.head_size + d : 0);
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) scale[i] = __ldg(source + (per_channel ? i : 0));
 }
 
-// x <- the elements at d of words, each as LoadRotated gives it. Eight elements at a multiple of 8 rotate alike.
-__device__ __forceinline__ void UnpackRotated(const GqaParams& p, const LaneWords& words, int d, int64_t position,
-                                              bool rotates, float (&x)[8]) {
-  using append_internal::LoadWords;
-  using append_internal::UnpackEight;
-  UnpackEight(words.own, p.activation, x);
-  if (!rotates || p.cos_cache == nullptr || d >= p.rotary_dim) return;
-  const int half = p.rotary_dim / 2;
-  float cos[8], sin[8];
-  if (p.rotary_interleaved) {
-    const int64_t at = position * half + d / 2;
+// code <- a lane's codes of a row with its own scale; returns the scale as it reads back. All lanes take part.
+template <KvFormat kFormat, int kElements>
+__device__ __forceinline__ float EncodeTokenRow(const KvSide& side, const float (&x)[kElements],
+                                                int32_t (&code)[kElements]) {
+  const float scale = TokenScale(WarpAmax(x), kQMaxOf<kFormat>, side.token_scale_is_half);
+  float y[kElements] = {};
+  if (scale > 0.0f && isfinite(scale)) append_internal::DivideAll(x, scale, y);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      cos[2 * i] = cos[2 * i + 1] = LoadActivation(p.cos_cache, at + i, p.activation);
-      sin[2 * i] = sin[2 * i + 1] = LoadActivation(p.sin_cache, at + i, p.activation);
-    }
-    float even[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) even[i] = x[2 * i];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      x[2 * i] = __fsub_rn(__fmul_rn(even[i], cos[2 * i]), __fmul_rn(x[2 * i + 1], sin[2 * i]));
-      x[2 * i + 1] = __fadd_rn(__fmul_rn(x[2 * i + 1], cos[2 * i + 1]), __fmul_rn(even[i], sin[2 * i + 1]));
-    }
-    return;
-  }
-  const bool first = d < half;
-  const int64_t at = position * half + (first ? d : d - half);
-  const uint4 cos_words = LoadWords(p.cos_cache, at);
-  const uint4 sin_words = LoadWords(p.sin_cache, at);
-  float partner[8];
-  UnpackEight(words.partner, p.activation, partner);
-  UnpackEight(cos_words, p.activation, cos);
-  UnpackEight(sin_words, p.activation, sin);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float a = __fmul_rn(x[i], cos[i]);
-    const float b = __fmul_rn(partner[i], sin[i]);
-    x[i] = first ? __fsub_rn(a, b) : __fadd_rn(a, b);
-  }
+  for (int i = 0; i < kElements; ++i) code[i] = EncodeQuotient(y[i], kFormat, true);
+  return scale;
 }
 
-// Largest |x| of the warp's row, in every lane. As unsigned integers |x| are in order and NaN is above Inf, so NaN
-// propagates.
-__device__ __forceinline__ float WarpAmax(const float (&x)[8]) {
-  uint32_t amax = 0;
+// The same with static scales.
+template <KvFormat kFormat, int kElements>
+__device__ __forceinline__ void EncodeStaticRow(const float (&scale)[kElements], const float (&x)[kElements],
+                                                int32_t (&code)[kElements]) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) amax = max(amax, __float_as_uint(x[i]) & 0x7FFFFFFFu);
-#if __CUDA_ARCH__ >= 800
-  amax = __reduce_max_sync(0xFFFFFFFFu, amax);
-#else
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    amax = max(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, distance));
-  }
-#endif
-  return __uint_as_float(amax);
+  for (int i = 0; i < kElements; ++i) code[i] = EncodeElement(x[i], scale[i], kFormat, false);
 }
 
-// y <- x / scale with the PER_TOKEN scale of the warp's row, which lane 0 stores for row `cache_row`. qmax is
-// QMax(format), a function of the host. All lanes take part.
-__device__ __forceinline__ void DivideByTokenScale(const KvSide& side, int64_t cache_row, int lane, float qmax,
-                                                   const float (&x)[8], float (&y)[8]) {
-  const float scale = TokenScale(WarpAmax(x), qmax, side.token_scale_is_half);
-  if (lane == 0) {
-    if (side.token_scale_is_half) {
-      static_cast<__half*>(side.token_scale)[cache_row] = __float2half_rn(scale);
-    } else {
-      static_cast<float*>(side.token_scale)[cache_row] = scale;
-    }
-  }
-  if (scale > 0.0f && isfinite(scale)) {
-    append_internal::DivideEight(x, scale, y);
+__device__ __forceinline__ void StoreTokenScale(const KvSide& side, int64_t cache_row, float scale) {
+  if (side.token_scale_is_half) {
+    static_cast<__half*>(side.token_scale)[cache_row] = __float2half_rn(scale);
   } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) y[i] = 0.0f;
+    static_cast<float*>(side.token_scale)[cache_row] = scale;
   }
 }
 
-// Stores a lane's eight codes at its place in a row: 8 bytes, or 4 of int4.
-template <KvFormat kFormat>
-__device__ __forceinline__ void StoreCodes(uint8_t* row, int lane, const int32_t (&code)[8]) {
+// Stores a lane's codes at its place in a row: a byte each, or half a byte of int4.
+template <KvFormat kFormat, int kElements>
+__device__ __forceinline__ void StoreCodes(uint8_t* row, int lane, const int32_t (&code)[kElements]) {
+  constexpr int kBits = Codec<kFormat>::kBits;
   uint32_t word[2] = {0u, 0u};
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const auto bits = static_cast<uint32_t>(code[i]);
-    if constexpr (kFormat == KvFormat::kInt4) {
-      word[0] |= (bits + 8u) << (4 * i);
-    } else {
-      word[i / 4] |= (bits & 0xFFu) << (8 * (i % 4));
-    }
+  for (int i = 0; i < kElements; ++i) {
+    const auto bits = static_cast<uint32_t>(kFormat == KvFormat::kInt4 ? code[i] + 8 : code[i] & 0xFF);
+    word[i * kBits / 32] |= bits << (i * kBits % 32);
   }
-  if constexpr (kFormat == KvFormat::kInt4) {
-    reinterpret_cast<uint32_t*>(row)[lane] = word[0];
+  constexpr int kBytes = kElements * kBits / 8;
+  uint8_t* const to = row + lane * kBytes;
+  if constexpr (kBytes == 8) {
+    *reinterpret_cast<uint2*>(to) = make_uint2(word[0], word[1]);
+  } else if constexpr (kBytes == 4) {
+    *reinterpret_cast<uint32_t*>(to) = word[0];
+  } else if constexpr (kBytes == 2) {
+    *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(word[0]);
   } else {
-    reinterpret_cast<uint2*>(row)[lane] = make_uint2(word[0], word[1]);
+    *to = static_cast<uint8_t>(word[0]);
   }
 }
 

@@ -6,8 +6,8 @@
 // the order along D and a permuted order needs fewer instructions:
 //   ExpandWord   one word of one row -> kElements / 2 half2; half2 i holds elements First(i) and Second(i)
 //   ExpandPair   the same word of two rows -> kElements half2; half2 d holds element d of row a and of row b
-//   ExpandKey    as ExpandWord, in order KeyFirst(i), KeySecond(i), for products with a query: an element is
-//                (code + kKeyBias) * KeyUnit(i). The integer formats leave the offset code in the low bits of a half,
+//   ExpandKey    as ExpandWord for products with a query: element e is in half KeyPlace(e), and is
+//                (code + kKeyBias) * KeyUnit(e). The integer formats leave the offset code in the low bits of a half,
 //                where it is that many 2^-24: a query then has 1 / KeyUnit folded in, and kKeyBias times its sum is
 //                subtracted from the product. Sums over many tokens, as V's, would lose bits to the bias.
 
@@ -74,8 +74,7 @@ struct Codec<KvFormat::kInt8> {
   }
 
   static constexpr float kKeyBias = 128.0f;
-  __host__ __device__ static constexpr int KeyFirst(int i) { return i; }
-  __host__ __device__ static constexpr int KeySecond(int i) { return i + 2; }
+  __host__ __device__ static constexpr int KeyPlace(int e) { return e % 2 * 2 + e / 2; }
   __host__ __device__ static constexpr float KeyUnit(int) { return 0x1p-24f; }
 
   static __device__ __forceinline__ void ExpandKey(uint32_t word, uint32_t (&out)[2]) {
@@ -114,8 +113,7 @@ struct Codec<KvFormat::kFloat8E4M3FN> {
   }
 
   static constexpr float kKeyBias = 0.0f;
-  __host__ __device__ static constexpr int KeyFirst(int i) { return First(i); }
-  __host__ __device__ static constexpr int KeySecond(int i) { return Second(i); }
+  __host__ __device__ static constexpr int KeyPlace(int e) { return e; }
   __host__ __device__ static constexpr float KeyUnit(int) { return 1.0f; }
 
   static __device__ __forceinline__ void ExpandKey(uint32_t word, uint32_t (&out)[2]) { ExpandWord(word, out); }
@@ -166,9 +164,8 @@ struct Codec<KvFormat::kInt4> {
   }
 
   static constexpr float kKeyBias = 8.0f;
-  __host__ __device__ static constexpr int KeyFirst(int i) { return First(i); }
-  __host__ __device__ static constexpr int KeySecond(int i) { return Second(i); }
-  __host__ __device__ static constexpr float KeyUnit(int i) { return i % 2 == 0 ? 0x1p-24f : 0x1p-20f; }
+  __host__ __device__ static constexpr int KeyPlace(int e) { return e % 4 * 2 + e / 4; }
+  __host__ __device__ static constexpr float KeyUnit(int e) { return e % 2 == 0 ? 0x1p-24f : 0x1p-20f; }
 
   static __device__ __forceinline__ void ExpandKey(uint32_t word, uint32_t (&out)[4]) {
     const uint32_t upper = word >> 8;

@@ -2,10 +2,13 @@
 //
 // Attention of up to 16 query rows (S x G) of one KV head over the quantized cache.
 //
-// grid    units * splits blocks in x; unit = b * Hkv + h. A block owns one split of one unit's tokens.
-// block   4 warps. A warp owns every fourth tile of 16 or 32 tokens of the split and all query rows; the warps'
-//         results are added at the end.
-// shared  query rows as half, then the warps' accumulators: 32 KB at most.
+// grid    units * splits blocks in x; unit = b * Hkv + h. A block owns one split of one unit's tokens, the new rows of
+//         the cache among them, and where it is the last one of its unit to
+//         end, the unit's output.
+// block   8 warps, 4 for D 256. A warp owns every eighth (fourth) tile of 16 tokens of the split and all query rows;
+//         the warps' results are added at the end.
+// shared  static: query rows as half, new rows, statistics: 12 KB at most. Dynamic: the warps' rings of tiles, then
+//         their accumulators: DecodeSharedBytes.
 // align   cache rows: 16 bytes with kWholeRows, else 8 (8-bit codes) or 4 bytes (int4).
 //
 // Both products are transposed, so that tokens and head elements fill the 16 rows of the matrix instruction and query
@@ -36,12 +39,14 @@ struct DecodeWarp {
   static constexpr unsigned kAllLanes = 0xFFFFFFFFu;
   using Tile = float[kTokenTiles][kRowTiles][4];  // tokens r (0, 1) and r + 8 (2, 3), query rows 2c and 2c + 1
 
+  using Tiles = DecodeTile<kFormat, kHeadSize, kWholeRows, kRowTiles>;
+  static constexpr int kStep = Shape::kWarps * Shape::kTileTokens;
+
   const GqaParams& p;
-  const int r;          // lane / 4
-  const int c;          // lane % 4
-  const int count;      // tokens of the split
-  const __half* query;  // shared, (kRows, kQueryStride): times 1 / KeyUnit
-  DecodeTile<kFormat, kHeadSize, kWholeRows, kRowTiles> kv;
+  const int r;         // lane / 4
+  const int c;         // lane % 4
+  const uint4* query;  // shared, QueryRows::words
+  Tiles kv;
 
   // Of query rows 8 * tile + 2c + e. A score in log2 units is (product * factor - bias) * K's token scale.
   float factor[kRowTiles][2];
@@ -49,21 +54,19 @@ struct DecodeWarp {
   float maximum[kRowTiles][2];      // that the weights refer to; -inf before the first attended token
   float denominator[kRowTiles][2];  // this lane's tokens only
   float out[kRowTiles][Shape::kElementTiles][4];
-  float v_norm;  // V scales are divided by it: half weights keep their precision whatever the scales are
-  float v_norm_inverse;
+  float v_norm;        // V scales are divided by it: half weights keep their precision whatever the scales are
+  bool started;        // a tile has been added
   int first_position;  // of query row 0, counted as tokens are; negative where the split begins later
 
-  uint32_t query_words[Shape::kQueryInRegisters ? kRowTiles : 1][Shape::kElementTiles][2];
   __device__ __forceinline__ DecodeWarp(const GqaParams& params, int lane, int64_t first_row, int tokens,
-                                        const __half* shared_query)
+                                        int old_tokens, const typename Tiles::New& new_rows, const uint4* shared_query)
       : p(params),
         r(lane / 4),
         c(lane % 4),
-        count(tokens),
         query(shared_query),
-        kv(params, lane, first_row, tokens),
+        kv(params, lane, first_row, tokens, old_tokens, new_rows),
         v_norm(0.0f),
-        v_norm_inverse(1.0f) {
+        started(false) {
 #pragma unroll
     for (int n = 0; n < kRowTiles; ++n) {
 #pragma unroll
@@ -88,7 +91,8 @@ struct DecodeWarp {
       for (int e = 0; e < 2; ++e) {
         const int row = 8 * n + 2 * c + e;
         factor[n][e] = row_factor[row];
-        bias[n][e] = FormatCodec::kKeyBias * row_factor[row] * row_sum[row];
+        // A bias of 0 is none, whatever it is multiplied by.
+        bias[n][e] = FormatCodec::kKeyBias == 0.0f ? 0.0f : FormatCodec::kKeyBias * row_factor[row] * row_sum[row];
       }
     }
   }
@@ -97,71 +101,73 @@ struct DecodeWarp {
   // written.
   __device__ __forceinline__ void Attended(int n, int e, int* low, int* high) const {
     const int s = min((8 * n + 2 * c + e) / p.group_size, p.sequence_length - 1);
-    *high = min(first_position + s + 1, count);
+    *high = min(first_position + s + 1, kv.count);
     *low = p.local_window_size < 0 ? 0 : first_position + s - p.local_window_size;
   }
 
   // Whether a token of the tile is not attended by every row.
   __device__ __forceinline__ bool IsMasked(int tile) const {
     const int low = p.local_window_size < 0 ? 0 : first_position + p.sequence_length - 1 - p.local_window_size;
-    return tile < low || tile + Shape::kTileTokens > min(first_position + 1, count);
+    return tile < low || tile + Shape::kTileTokens > min(first_position + 1, kv.count);
   }
 
-  // Operand of query rows 8 * n + r for the i-th half2 of K word w.
-  __device__ __forceinline__ uint32_t QueryWord(int n, int w, int i) const {
-    const __half* row = query + (8 * n + r) * Shape::kQueryStride + Shape::Element(Shape::KeyOffset(w, c));
-    const __half2 pair = __halves2half2(row[FormatCodec::KeyFirst(i)], row[FormatCodec::KeySecond(i)]);
-    return reinterpret_cast<const uint32_t&>(pair);
-  }
-
-  __device__ __forceinline__ void LoadQueryWords() {
-    if constexpr (Shape::kQueryInRegisters) {
-#pragma unroll
-      for (int n = 0; n < kRowTiles; ++n) {
-#pragma unroll
-        for (int k = 0; k < Shape::kElementTiles; ++k) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            constexpr int kHalves = Shape::kElements / 2;
-            query_words[n][k][i] = QueryWord(n, (2 * k + i) / kHalves, (2 * k + i) % kHalves);
-          }
-        }
-      }
-    }
-  }
-
+  // Two sums for every score, of even and odd steps: half the latency of a chain of products.
   __device__ __forceinline__ void Score(Tile& scores) const {
+    constexpr int kWords = Shape::kElementTiles * 2;  // of a query row, in a lane
+    Tile odd;
 #pragma unroll
     for (int m = 0; m < kTokenTiles; ++m) {
 #pragma unroll
       for (int n = 0; n < kRowTiles; ++n) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) scores[m][n][j] = 0.0f;
+        for (int j = 0; j < 4; ++j) scores[m][n][j] = odd[m][n][j] = 0.0f;
       }
+    }
 #pragma unroll
-      for (int w = 0; w < Shape::kKeyWords; ++w) {
-        constexpr int kHalves = Shape::kElements / 2;
-        uint32_t upper[kHalves];
-        uint32_t lower[kHalves];
-        FormatCodec::ExpandKey(kv.key_words[m][0][w], upper);
-        FormatCodec::ExpandKey(kv.key_words[m][1][w], lower);
+    for (int first = 0; first < kWords; first += 4) {
+      uint4 q[kRowTiles];
 #pragma unroll
-        for (int i = 0; i < kHalves; i += 2) {
-          const uint32_t a[4] = {upper[i], lower[i], upper[i + 1], lower[i + 1]};
-          const int k = (w * kHalves + i) / 2;
+      for (int n = 0; n < kRowTiles; ++n) q[n] = query[(n * (kWords / 4) + first / 4) * 32 + 4 * r + c];
 #pragma unroll
-          for (int n = 0; n < kRowTiles; ++n) {
-            if constexpr (Shape::kQueryInRegisters) {
-              MmaHalf(scores[m][n], a, query_words[n][k][0], query_words[n][k][1]);
-            } else {
-              MmaHalf(scores[m][n], a, QueryWord(n, w, i), QueryWord(n, w, i + 1));
-            }
-          }
+      for (int m = 0; m < kTokenTiles; ++m) {
+        uint32_t upper[4];
+        uint32_t lower[4];
+        ExpandFour(kv.key_words[m][0], first, upper);
+        ExpandFour(kv.key_words[m][1], first, lower);
+        const uint32_t even_step[4] = {upper[0], lower[0], upper[1], lower[1]};
+        const uint32_t odd_step[4] = {upper[2], lower[2], upper[3], lower[3]};
+#pragma unroll
+        for (int n = 0; n < kRowTiles; ++n) {
+          MmaHalf(scores[m][n], even_step, q[n].x, q[n].y);
+          MmaHalf(odd[m][n], odd_step, q[n].z, q[n].w);
         }
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kTokenTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kRowTiles; ++n) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) scores[m][n][j] += odd[m][n][j];
       }
     }
   }
 
+  // Expanded words [first, first + 4) of a lane's part of a row of K: of one word of int4, of two of the others.
+  static __device__ __forceinline__ void ExpandFour(const uint32_t (&words)[Shape::kKeyWords], int first,
+                                                    uint32_t (&out)[4]) {
+    if constexpr (Shape::kElements == 8) {
+      FormatCodec::ExpandKey(words[first / 4], out);
+    } else {
+      uint32_t half[2];
+      FormatCodec::ExpandKey(words[first / 2], half);
+      out[0] = half[0];
+      out[1] = half[1];
+      FormatCodec::ExpandKey(words[first / 2 + 1], half);
+      out[2] = half[0];
+      out[3] = half[1];
+    }
+  }
   // From products to log2 units relative to the running maximum. Masked scores become -inf, whatever they were.
   __device__ __forceinline__ void FinishScores(Tile& scores, int tile, bool masked) const {
     float scale[kTokenTiles][2];
@@ -233,12 +239,14 @@ struct DecodeWarp {
         if (!first) step = fmaxf(step, 0.0f);
         if (step == -INFINITY) continue;  // no token of the row yet
         maximum[n][e] = first ? step : maximum[n][e] + step;
-        const float shrink = first ? 0.0f : Exp2(-step);
-        denominator[n][e] *= shrink;
+        if (started) {  // the same in all lanes; else the sums are still zero
+          const float shrink = first ? 0.0f : Exp2(-step);
+          denominator[n][e] *= shrink;
 #pragma unroll
-        for (int i = 0; i < Shape::kElementTiles; ++i) {
-          out[n][i][e] *= shrink;
-          out[n][i][2 + e] *= shrink;
+          for (int i = 0; i < Shape::kElementTiles; ++i) {
+            out[n][i][e] *= shrink;
+            out[n][i][2 + e] *= shrink;
+          }
         }
 #pragma unroll
         for (int m = 0; m < kTokenTiles; ++m) {
@@ -265,22 +273,25 @@ struct DecodeWarp {
 #pragma unroll
       for (int mask = 4; mask < 32; mask *= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, mask));
       const float raised = fmaxf(fmaxf(v_norm, top), kSmallestNorm);
-      v_norm_inverse = __fdividef(1.0f, raised);
-      const float shrink = v_norm * v_norm_inverse;
+      const float shrink = v_norm * __fdividef(1.0f, raised);
       v_norm = raised;
+      if (started) {
 #pragma unroll
-      for (int n = 0; n < kRowTiles; ++n) {
+        for (int n = 0; n < kRowTiles; ++n) {
 #pragma unroll
-        for (int i = 0; i < Shape::kElementTiles; ++i) {
+          for (int i = 0; i < Shape::kElementTiles; ++i) {
 #pragma unroll
-          for (int j = 0; j < 4; ++j) out[n][i][j] *= shrink;
+            for (int j = 0; j < 4; ++j) out[n][i][j] *= shrink;
+          }
         }
       }
     }
+    // Again each time: a register less through the loop. Without a scale above 0 so far there is nothing to divide.
+    const float inverse = v_norm == 0.0f ? 1.0f : __fdividef(1.0f, v_norm);
 #pragma unroll
     for (int m = 0; m < kTokenTiles; ++m) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) scale[m][i] *= v_norm_inverse;
+      for (int i = 0; i < 2; ++i) scale[m][i] *= inverse;
     }
   }
 
@@ -395,15 +406,22 @@ struct DecodeWarp {
     return Shape::Element(Shape::ValueOffset(i / Shape::kElements, r)) + i % Shape::kElements;
   }
 
-  // All tiles from `tile` on that are this warp's; K and V of the first are in registers.
+  // Starts the loads of the first tile that is this warp's.
+  __device__ __forceinline__ void Begin(int tile) {
+    if (tile >= kv.count) return;
+    kv.LoadKey(tile);
+    kv.LoadValue(tile);
+  }
+
+  // All tiles from `tile` on that are this warp's.
   __device__ __forceinline__ void Run(int tile) {
-    constexpr int kStep = kDecodeWarps * Shape::kTileTokens;
-    for (; tile < count; tile += kStep) {
+    for (; tile < kv.count; tile += kStep) {
+      if (tile + Shape::kTileTokens > kv.old) kv.TakeNewRows(tile);
       Tile scores;
       Score(scores);
       const bool masked = IsMasked(tile);
       FinishScores(scores, tile, masked);
-      const bool more = tile + kStep < count;
+      const bool more = tile + kStep < kv.count;
       if (more) kv.LoadKey(tile + kStep);
       RaiseMaximum(scores);
       Weigh(scores, masked);
@@ -411,6 +429,7 @@ struct DecodeWarp {
         if (masked) TakeOutNanCodes(tile);
       }
       Mix(scores);
+      started = true;
       if (more) kv.LoadValue(tile + kStep);
     }
     if (!kv.v_per_token) v_norm = 1.0f;

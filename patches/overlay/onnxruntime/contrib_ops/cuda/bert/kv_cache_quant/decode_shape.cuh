@@ -5,13 +5,11 @@
 #pragma once
 
 #include "contrib_ops/cuda/bert/kv_cache_quant/codec.cuh"
+#include "contrib_ops/cuda/bert/kv_cache_quant/plan.h"
 
 namespace onnxruntime {
 namespace contrib {
 namespace kv_cache_quant {
-
-constexpr int kDecodeWarps = 4;
-constexpr int kDecodeSplitTile = 64;  // tokens; a split is a multiple of it
 
 // Scores may exceed the running maximum by this (log2 units) before it is raised, and a V scale the running
 // normalizer by this factor: fewer rescalings, and weights stay below 2^12 in half.
@@ -22,25 +20,21 @@ constexpr float kSmallestNorm = 1e-37f;  // its inverse is finite
 template <KvFormat kFormat, int kHeadSize, bool kWholeRows, int kRowTiles>
 struct DecodeShape {
   static constexpr int kRows = 8 * kRowTiles;
-  static constexpr int kTokenTiles = kHeadSize <= 128 && kRowTiles == 1 ? 2 : 1;
+  static constexpr int kWarps = DecodeWarps(kHeadSize);
+  static constexpr int kThreads = 32 * kWarps;
+  // The codes of a tile are 32 registers a lane at D 128, 64 at D 256: what is left beside the accumulators.
+  static constexpr int kTokenTiles =
+      kFormat == KvFormat::kInt4 && kWholeRows && kHeadSize <= 128 && kRowTiles == 1 ? 2 : 1;
   static constexpr int kTileTokens = 16 * kTokenTiles;
   static constexpr int kElements = Codec<kFormat>::kElements;
+  static constexpr int kRowBytes = static_cast<int>(RowBytes(kFormat, kHeadSize));
   static constexpr int kKeyWords = kHeadSize / kElements / 4;    // of one row, per lane
   static constexpr int kValueWords = kHeadSize / kElements / 8;  // of one row, per lane
   static constexpr int kKeyVector = kKeyWords < 4 ? kKeyWords : 4;
   static constexpr int kValueVector = kValueWords < 4 ? kValueWords : 4;
   static constexpr int kPieceWords = kFormat == KvFormat::kInt4 ? 1 : 2;
   static constexpr int kElementTiles = kHeadSize / 16;
-  static constexpr bool kQueryInRegisters = kHeadSize * kRowTiles <= (kWholeRows ? 256 : 128);
-  static constexpr int kQueryStride = kHeadSize + 8;
-#if __CUDA_ARCH__ >= 1000
-  static constexpr bool kManyRegisters = kFormat != KvFormat::kInt4;  // as its compiler spends them
-#elif __CUDA_ARCH__ >= 890
-  static constexpr bool kManyRegisters = false;
-#else
-  static constexpr bool kManyRegisters = kFormat == KvFormat::kFloat8E4M3FN;  // conversion in software
-#endif
-  static constexpr int kMinBlocks = kHeadSize <= 128 && kRowTiles == 1 && kWholeRows && !kManyRegisters ? 3 : 2;
+  static constexpr int kMinBlocks = DecodeBlocks(kFormat, kHeadSize, kWholeRows, kRows);
 
   // Byte offset in a row of word w of a lane's part: of quarter c for K, of eighth r for V.
   static __host__ __device__ constexpr int KeyOffset(int w, int c) {

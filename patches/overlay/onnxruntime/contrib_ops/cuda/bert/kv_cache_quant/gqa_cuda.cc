@@ -8,10 +8,10 @@
 #include <iostream>
 #include <sstream>
 
-#include "core/providers/cuda/cuda_common.h"
 #include "contrib_ops/cpu/bert/kv_cache_quant/state_tensors.h"
 #include "contrib_ops/cuda/bert/attention_kernel_options.h"
 #include "contrib_ops/cuda/bert/kv_cache_quant/launch.h"
+#include "core/providers/cuda/cuda_common.h"
 
 namespace onnxruntime {
 namespace contrib {
@@ -168,6 +168,22 @@ void PrintDebugInfo(const std::string& node_name, const GqaParams& p, const GqaP
 
 }  // namespace
 
+Status StreamCounters::Get(const OpKernelInfo& info, cudaStream_t stream, int32_t count, uint32_t** counters) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto range = buffers_.equal_range(stream);
+  for (auto it = range.first; it != range.second; ++it) {
+    if (it->second.count >= count) {
+      *counters = it->second.data.get();
+      return Status::OK();
+    }
+  }
+  Buffer buffer{IAllocator::MakeUniquePtr<uint32_t>(info.GetAllocator(OrtMemTypeDefault), count), count};
+  CUDA_RETURN_IF_ERROR(cudaMemsetAsync(buffer.data.get(), 0, count * sizeof(uint32_t), stream));
+  *counters = buffer.data.get();
+  buffers_.emplace(stream, std::move(buffer));
+  return Status::OK();
+}
+
 GroupQueryAttentionKvQuant::GroupQueryAttentionKvQuant(const OpKernelInfo& info)
     : CudaKernel(info), attributes_(ReadGqaKvQuantAttributes(info)) {
   ORT_ENFORCE(attributes_.IsQuantized());
@@ -214,6 +230,7 @@ Status GroupQueryAttentionKvQuant::ComputeInternal(OpKernelContext* context) con
   }
   const auto workspace = GetScratchBuffer<void>(plan.workspace_bytes, context->GetComputeStream());
   if (workspace != nullptr) BindWorkspace(plan, workspace.get(), &p);
+  if (plan.counters != 0) ORT_RETURN_IF_ERROR(counters_.Get(Info(), Stream(context), plan.counters, &p.counters));
   if (GetAttentionKernelOptions()->AllowDebugInfo()) PrintDebugInfo(Node().Name(), p, plan);
   CUDA_RETURN_IF_ERROR(LaunchGqa(p, plan, Stream(context)));
   return Status::OK();

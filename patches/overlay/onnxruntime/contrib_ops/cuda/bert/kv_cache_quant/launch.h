@@ -20,13 +20,15 @@ cudaError_t LaunchGqa(const GqaParams& p, const GqaPlan& plan, cudaStream_t stre
 cudaError_t LaunchCopyPast(const GqaParams& p, cudaStream_t stream);
 
 // Rotates, quantizes and writes the new rows of K and V and their scales; in a prompt with rotary also prompt_key.
-cudaError_t LaunchAppend(const GqaParams& p, cudaStream_t stream);
+cudaError_t LaunchAppend(const GqaParams& p, const GqaPlan& plan, cudaStream_t stream);
 
-// Attention of GqaPath::kDecode, and of kPrefill and kPrompt.
+// GqaPath::kDecode: LaunchAppend's work and the attention, and LaunchMerge's where the plan has counters.
 cudaError_t LaunchDecode(const GqaParams& p, const GqaPlan& plan, cudaStream_t stream);
+
+// Attention of GqaPath::kPrefill and kPrompt, over what LaunchAppend has left.
 cudaError_t LaunchPrefill(const GqaParams& p, const GqaPlan& plan, cudaStream_t stream);
 
-// Combines the partial results of plan.splits > 1.
+// Combines the partial results of plan.splits > 1. Not after a LaunchDecode that has done it.
 cudaError_t LaunchMerge(const GqaParams& p, const GqaPlan& plan, cudaStream_t stream);
 
 }  // namespace kv_cache_quant

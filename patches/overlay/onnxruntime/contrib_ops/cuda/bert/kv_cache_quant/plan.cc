@@ -10,8 +10,6 @@ namespace kv_cache_quant {
 
 namespace {
 
-constexpr int64_t kMinSplitTokens = 64;
-
 bool Fail(std::string* error, const std::string& what) {
   *error = what;
   return false;
@@ -62,10 +60,19 @@ bool RowsAlignedTo(const GqaParams& p, uintptr_t bytes) {
   return p.row_bytes % bytes == 0 && IsAligned(p.k.codes, bytes) && IsAligned(p.v.codes, bytes);
 }
 
-// Blocks of a kernel that fit on a multiprocessor; its __launch_bounds__ sees to it.
-int BlocksPerMultiprocessor(const GqaPlan& plan) {
+// Whether rows of Q, K and V and rotary tables are 16-byte aligned, and eight elements at a multiple of 8 rotate alike.
+bool ActivationsInVectors(const GqaParams& p) {
+  constexpr int kElements = 8;
+  if (!IsAligned(p.query, 16) || !IsAligned(p.key, 16) || !IsAligned(p.value, 16)) return false;
+  if (p.query_stride % kElements != 0 || p.kv_stride % kElements != 0) return false;
+  if (p.cos_cache == nullptr) return true;
+  const int32_t alike = p.rotary_interleaved ? p.rotary_dim : p.rotary_dim / 2;
+  return alike % kElements == 0 && IsAligned(p.cos_cache, 16) && IsAligned(p.sin_cache, 16);
+}
+// Blocks of the attention kernel that fit on a multiprocessor; its __launch_bounds__ sees to it.
+int BlocksPerMultiprocessor(KvFormat format, const GqaPlan& plan) {
   if (plan.path != GqaPath::kDecode) return plan.padded_head_size == 256 ? 1 : 2;
-  return plan.padded_head_size == 256 || plan.unit_rows > 8 ? 2 : 3;
+  return DecodeBlocks(format, plan.padded_head_size, plan.whole_rows, plan.unit_rows);
 }
 
 // Fewest splits that keep the multiprocessors within a tenth of the best balance that any number of splits gives.
@@ -118,10 +125,14 @@ bool MakePlan(const GqaParams& p, const DeviceLimits& device, GqaPlan* plan, std
   x.units_per_head = static_cast<int32_t>(DivUp(rows, x.unit_rows));
   const int64_t units = static_cast<int64_t>(p.batch_size) * p.kv_num_heads * x.units_per_head;
   if (units > INT32_MAX / kMaxSplits) return Fail(error, std::to_string(units) + " blocks of query rows");
-  const int64_t slots = static_cast<int64_t>(device.multiprocessors) * BlocksPerMultiprocessor(x);
+  x.activation_vectors = ActivationsInVectors(p);
+  const int64_t slots = static_cast<int64_t>(device.multiprocessors) * BlocksPerMultiprocessor(p.format, x);
   const int64_t tokens = p.is_prompt ? p.sequence_length : p.capacity;
   const int64_t max_splits = p.is_prompt ? 1 : std::clamp<int64_t>(DivUp(tokens, kMinSplitTokens), 1, kMaxSplits);
   x.splits = units == 0 ? 1 : ChooseSplits(units, slots, max_splits);
+  if (x.path == GqaPath::kDecode && x.splits > 1 && x.splits <= kMaxMergeSplits) {
+    x.counters = static_cast<int32_t>(units);
+  }
 
   const auto place = [&x](size_t bytes) {
     const size_t offset = x.workspace_bytes;

@@ -26,6 +26,16 @@ enum class GqaPath : int32_t { kDecode = 0,    // up to kDecodeRows rows per (ba
 constexpr int kDecodeRows = 16;  // half as many where heads are padded to 256 elements: accumulators are registers
 constexpr int kPrefillRows = 64;
 constexpr int kMaxSplits = 512;
+constexpr int kMaxMergeSplits = 64;  // that one block merges: more take the merge kernel, a block for every row
+constexpr int kMinSplitTokens = 64;
+
+// Warps of a decode block. Heads padded to 256 elements leave registers and shared memory for half as many.
+constexpr int DecodeWarps(int padded_head_size) { return padded_head_size == 256 ? 4 : 8; }
+
+// Decode blocks that fit on a multiprocessor: two where 128 registers a thread (255 at D 256) are enough.
+constexpr int DecodeBlocks(KvFormat format, int padded_head_size, bool whole_rows, int unit_rows) {
+  return unit_rows > 8 || (format == KvFormat::kFloat8E4M3FN && padded_head_size == 128 && !whole_rows) ? 1 : 2;
+}
 
 struct DeviceLimits {
   int multiprocessors = 0;
@@ -39,6 +49,8 @@ struct GqaPlan {
   int32_t unit_rows = 0;
   int32_t units_per_head = 0;  // row blocks of one (batch entry, KV head)
   int32_t splits = 1;
+  int32_t counters = 0;             // one for every unit where the decode kernel merges its splits itself, else 0
+  bool activation_vectors = false;  // rows of Q, K and V and rotary tables can be read 16 bytes at a time
   // Scratch, each part at a multiple of 256 bytes; 0 bytes where not needed.
   size_t prompt_key_offset = 0;
   size_t partial_out_offset = 0;

@@ -26,19 +26,24 @@ constexpr float kLog2E = 1.4426950408889634f;
 struct TokenRange {
   int64_t begin;
   int64_t end;
+  int parts;  // splits that are not empty: the first ones
 };
 
-// The part of split `split` of the tokens that rows at positions [first, last] attend, in whole tiles of `tile`
-// tokens from the first one. Every split but the last has the same number of tiles.
+// The part of split `split` of the tokens that rows at positions [first, last] attend, in whole tiles of `tile` tokens
+// from the first one. Every part but the last has the same number of tiles, and `least` tokens or more.
 __device__ __forceinline__ TokenRange SplitRange(int64_t first_position, int64_t last_position, int32_t window,
-                                                 int split, int splits, int tile) {
+                                                 int split, int splits, int tile, int least = 0) {
   const int64_t begin = window < 0 || first_position <= window ? 0 : (first_position - window) / tile * tile;
   const int64_t end = last_position + 1;
-  const int64_t tiles = (end - begin + tile - 1) / tile;
-  const int64_t part = (tiles + splits - 1) / splits * tile;
+  // A grid has at most 2^31 blocks, a split 2^31 tokens: 32 bits, whose divisions are short.
+  const auto tiles = static_cast<uint32_t>((end - begin + tile - 1) / tile);
+  const auto count = static_cast<uint32_t>(splits);
+  const uint32_t part_tiles = max((tiles + count - 1) / count, static_cast<uint32_t>(least / tile));
+  const auto part = static_cast<int64_t>(part_tiles) * tile;
   TokenRange range;
   range.begin = begin + split * part;
   range.end = range.begin + part < end ? range.begin + part : end;
+  range.parts = static_cast<int>((tiles + part_tiles - 1) / max(part_tiles, 1u));
   return range;
 }
 
