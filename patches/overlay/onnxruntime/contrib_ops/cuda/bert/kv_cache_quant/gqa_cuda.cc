@@ -8,10 +8,10 @@
 #include <iostream>
 #include <sstream>
 
+#include "core/providers/cuda/cuda_common.h"
 #include "contrib_ops/cpu/bert/kv_cache_quant/state_tensors.h"
 #include "contrib_ops/cuda/bert/attention_kernel_options.h"
 #include "contrib_ops/cuda/bert/kv_cache_quant/launch.h"
-#include "core/providers/cuda/cuda_common.h"
 
 namespace onnxruntime {
 namespace contrib {

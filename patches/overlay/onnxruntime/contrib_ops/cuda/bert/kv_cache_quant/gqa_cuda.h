@@ -5,9 +5,9 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "core/providers/cuda/cuda_kernel.h"
 #include "contrib_ops/cpu/bert/kv_cache_quant/attributes.h"
 #include "contrib_ops/cuda/bert/kv_cache_quant/params.h"
-#include "core/providers/cuda/cuda_kernel.h"
 
 namespace onnxruntime {
 namespace contrib {
