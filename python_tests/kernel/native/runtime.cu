@@ -94,6 +94,7 @@ int kvq_capture_end(cudaStream_t stream, cudaGraphExec_t* executable, int* kerne
 int kvq_graph_launch(cudaGraphExec_t executable, cudaStream_t stream) { return cudaGraphLaunch(executable, stream); }
 int kvq_graph_destroy(cudaGraphExec_t executable) { return cudaGraphExecDestroy(executable); }
 
+int kvq_find_device_code() { return kvq::FindDeviceCode(); }
 int kvq_launch_gqa(const kvq::GqaParams* p, const kvq::GqaPlan* plan, cudaStream_t stream) {
   return kvq::LaunchGqa(*p, *plan, stream);
 }

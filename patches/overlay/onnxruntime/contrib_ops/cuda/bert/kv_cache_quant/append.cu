@@ -94,6 +94,14 @@ __global__ void __launch_bounds__(32 * kWarps)
 
 }  // namespace
 
+cudaError_t FindDeviceCode() {
+  cudaFuncAttributes attributes;
+  const auto* const kernel = reinterpret_cast<const void*>(AppendKernel<KvFormat::kInt8>);
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error != cudaSuccess) cudaGetLastError();  // not an error of what the thread does next
+  return error;
+}
+
 cudaError_t LaunchAppend(const GqaParams& p, const GqaPlan& plan, cudaStream_t stream) {
   const int64_t rows = static_cast<int64_t>(p.batch_size) * p.sequence_length * p.kv_num_heads;
   if (rows == 0) return cudaSuccess;

@@ -54,6 +54,18 @@ __device__ __forceinline__ uint32_t FlipAndMask(uint32_t x) {
   return y;
 }
 
+// ExpandPair of a format of one byte an element.
+template <typename ByteCodec>
+__device__ __forceinline__ void ExpandBytePair(uint32_t a, uint32_t b, uint32_t (&out)[4]) {
+  uint32_t half[2];
+  ByteCodec::ExpandWord(__byte_perm(a, b, 0x5140), half);
+  out[0] = half[0];
+  out[1] = half[1];
+  ByteCodec::ExpandWord(__byte_perm(a, b, 0x7362), half);
+  out[2] = half[0];
+  out[3] = half[1];
+}
+
 }  // namespace codec_internal
 
 template <KvFormat kFormat>
@@ -83,13 +95,7 @@ struct Codec<KvFormat::kInt8> {
   }
 
   static __device__ __forceinline__ void ExpandPair(uint32_t a, uint32_t b, uint32_t (&out)[4]) {
-    uint32_t half[2];
-    ExpandWord(__byte_perm(a, b, 0x5140), half);
-    out[0] = half[0];
-    out[1] = half[1];
-    ExpandWord(__byte_perm(a, b, 0x7362), half);
-    out[2] = half[0];
-    out[3] = half[1];
+    codec_internal::ExpandBytePair<Codec>(a, b, out);
   }
 };
 
@@ -119,13 +125,7 @@ struct Codec<KvFormat::kFloat8E4M3FN> {
   static __device__ __forceinline__ void ExpandKey(uint32_t word, uint32_t (&out)[2]) { ExpandWord(word, out); }
 
   static __device__ __forceinline__ void ExpandPair(uint32_t a, uint32_t b, uint32_t (&out)[4]) {
-    uint32_t half[2];
-    ExpandWord(__byte_perm(a, b, 0x5140), half);
-    out[0] = half[0];
-    out[1] = half[1];
-    ExpandWord(__byte_perm(a, b, 0x7362), half);
-    out[2] = half[0];
-    out[3] = half[1];
+    codec_internal::ExpandBytePair<Codec>(a, b, out);
   }
 
 #if __CUDA_ARCH__ < 890

@@ -198,6 +198,12 @@ GroupQueryAttentionKvQuant::GroupQueryAttentionKvQuant(const OpKernelInfo& info)
                         " activations needs a GPU of compute capability ", needed / 10, ".", needed % 10, "; ",
                         device.name, " has ", device.major, ".", device.minor, ".");
   }
+  const cudaError_t found = FindDeviceCode();
+  if (found != cudaSuccess) {
+    ORT_NOT_IMPLEMENTED("GroupQueryAttention: this build has no code of the kernels for a quantized KV cache that ",
+                        device.name, " (compute capability ", device.major, ".", device.minor,
+                        ") can run: ", cudaGetErrorString(found), ". Build with --cuda-arch ", compute_capability_, ".");
+  }
 }
 
 Status GroupQueryAttentionKvQuant::ComputeInternal(OpKernelContext* context) const {

@@ -12,6 +12,9 @@ namespace onnxruntime {
 namespace contrib {
 namespace kv_cache_quant {
 
+// cudaSuccess where this build has code that the current device can run, machine code or PTX of an older chip.
+cudaError_t FindDeviceCode();
+
 // The whole call: copies the past where present is a buffer of its own, appends the new rows, attends, merges.
 // p has its scratch bound (BindWorkspace).
 cudaError_t LaunchGqa(const GqaParams& p, const GqaPlan& plan, cudaStream_t stream);
