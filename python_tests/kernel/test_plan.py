@@ -118,6 +118,17 @@ def test_path(library: HostLibrary, seq: int, group: int, head_size: int, path: 
         assert library.path_name(prompt) == "KV_CACHE_QUANT_PROMPT"
 
 
+@pytest.mark.parametrize("rows", [17, 32, 33, 64, 65, 127, 128, 129, 1000])
+@pytest.mark.parametrize("head_size", [64, 80, 128, 136, 256])
+def test_rows_of_a_prefill_unit(library: HostLibrary, head_size: int, rows: int) -> None:
+    """128, or 64 where D > 128: what a block's registers hold. One unit of few rows has scratch for those alone."""
+    most = 128 if head_size <= 128 else 64
+    for dtype in CacheDtype:
+        plan = library.make_plan(call(dtype, seq=rows, group=1, head_size=head_size), *H200)
+        assert plan.unit_rows == min(-(-rows // 16) * 16, most)
+        assert plan.units_per_head == -(-rows // most)
+
+
 @pytest.mark.parametrize("head_size", range(8, 257, 8))
 def test_padded_head_size(library: HostLibrary, head_size: int) -> None:
     """The next of 64, 128 and 256; whole rows only where nothing is padded and all rows are 16-byte aligned."""

@@ -1,4 +1,7 @@
-"""Prefill: more than 16 query rows of a KV head after a past. Blocks of 64 query rows, tiles of 32 or 64 tokens."""
+"""Prefill: more than 16 query rows of a KV head after a past.
+
+Blocks of 128 query rows and tiles of 64 tokens, half of both where D > 128; 32 or 16 rows a warp.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,7 @@ GROUPS = [
     for g, s in (
         (1, 17), (1, 64), (1, 65), (2, 9), (3, 6), (3, 43), (5, 4), (5, 16), (7, 3), (7, 64), (8, 3), (12, 2), (16, 2),
         (17, 1), (24, 1), (24, 3), (32, 1), (32, 2), (33, 2), (48, 1), (63, 1), (63, 3), (64, 1), (64, 2), (64, 5),
+        (1, 95), (1, 96), (1, 97), (1, 127), (1, 128), (1, 129), (3, 75), (16, 17),
     )
     for dtype in FORMATS
 ]  # fmt: skip

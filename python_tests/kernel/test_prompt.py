@@ -40,7 +40,10 @@ GROUPS = [
         id=f"prompt-g{g}-s{s}-{half}", activation=half, heads=2 * g, kv_heads=2, head_size=64, seq=s, totals=(s, s - 1),
         capacity=200,
     )
-    for g, s in ((1, 70), (3, 22), (5, 13), (7, 19), (8, 8), (12, 6), (24, 3), (33, 2), (63, 2), (64, 1), (64, 3))
+    for g, s in (
+        (1, 70), (3, 22), (5, 13), (7, 19), (8, 8), (12, 6), (24, 3), (33, 2), (63, 2), (64, 1), (64, 3), (1, 127),
+        (1, 129), (3, 43), (5, 51), (16, 8), (16, 9),
+    )
     for half in HALVES
 ]  # fmt: skip
 SIZES = [

@@ -69,9 +69,16 @@ bool ActivationsInVectors(const GqaParams& p) {
   const int32_t alike = p.rotary_interleaved ? p.rotary_dim : p.rotary_dim / 2;
   return alike % kElements == 0 && IsAligned(p.cos_cache, 16) && IsAligned(p.sin_cache, 16);
 }
-// Blocks of the attention kernel that fit on a multiprocessor; its __launch_bounds__ sees to it.
-int BlocksPerMultiprocessor(KvFormat format, const GqaPlan& plan) {
-  if (plan.path != GqaPath::kDecode) return plan.padded_head_size == 256 ? 1 : 2;
+
+// Blocks of the attention kernel that fit on a multiprocessor: its __launch_bounds__ sees to registers. Two blocks of
+// the prefill kernel take 140 KB of shared memory where a head has more than 64 elements.
+int BlocksPerMultiprocessor(KvFormat format, const GqaPlan& plan, const DeviceLimits& device) {
+  if (plan.path != GqaPath::kDecode) {
+    const int generation = device.compute_capability / 10;
+    const bool large_shared = device.compute_capability == 80 || device.compute_capability == 87 || generation == 9 ||
+                              generation == 10 || generation == 11;
+    return plan.padded_head_size == 64 || large_shared ? 2 : 1;
+  }
   return DecodeBlocks(format, plan.padded_head_size, plan.whole_rows, plan.unit_rows);
 }
 
@@ -120,13 +127,17 @@ bool MakePlan(const GqaParams& p, const DeviceLimits& device, GqaPlan* plan, std
     return Fail(error, "cache rows that are not aligned to " +
                            std::string(p.format == KvFormat::kInt4 ? "4" : "8") + " bytes");
   }
-  x.unit_rows = x.path != GqaPath::kDecode ? kPrefillRows : rows <= 8 ? 8
-                                                                      : 16;
+  if (x.path == GqaPath::kDecode) {
+    x.unit_rows = rows <= 8 ? 8 : 16;
+  } else {
+    // A single unit of few rows has scratch for no more than those.
+    x.unit_rows = static_cast<int32_t>(std::clamp<int64_t>(DivUp(rows, 16) * 16, 16, PrefillRows(x.padded_head_size)));
+  }
   x.units_per_head = static_cast<int32_t>(DivUp(rows, x.unit_rows));
   const int64_t units = static_cast<int64_t>(p.batch_size) * p.kv_num_heads * x.units_per_head;
   if (units > INT32_MAX / kMaxSplits) return Fail(error, std::to_string(units) + " blocks of query rows");
   x.activation_vectors = ActivationsInVectors(p);
-  const int64_t slots = static_cast<int64_t>(device.multiprocessors) * BlocksPerMultiprocessor(p.format, x);
+  const int64_t slots = static_cast<int64_t>(device.multiprocessors) * BlocksPerMultiprocessor(p.format, x, device);
   const int64_t tokens = p.is_prompt ? p.sequence_length : p.capacity;
   const int64_t max_splits = p.is_prompt ? 1 : std::clamp<int64_t>(DivUp(tokens, kMinSplitTokens), 1, kMaxSplits);
   x.splits = units == 0 ? 1 : ChooseSplits(units, slots, max_splits);

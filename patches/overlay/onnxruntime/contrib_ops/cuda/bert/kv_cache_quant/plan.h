@@ -24,7 +24,8 @@ enum class GqaPath : int32_t { kDecode = 0,    // up to kDecodeRows rows per (ba
                                kPrompt = 2 };  // no past: attention over the exact new K and V
 
 constexpr int kDecodeRows = 16;  // half as many where heads are padded to 256 elements: accumulators are registers
-constexpr int kPrefillRows = 64;
+// Query rows of a unit of the prefill kernel at most: its accumulators are registers.
+constexpr int PrefillRows(int padded_head_size) { return padded_head_size == 256 ? 64 : 128; }
 constexpr int kMaxSplits = 512;
 constexpr int kMaxMergeSplits = 64;  // that one block merges: more take the merge kernel, a block for every row
 constexpr int kMinSplitTokens = 64;
@@ -46,8 +47,8 @@ struct GqaPlan {
   GqaPath path = GqaPath::kDecode;
   int32_t padded_head_size = 0;  // 64, 128 or 256
   bool whole_rows = false;       // D == padded_head_size and every cache row is 16-byte aligned
-  int32_t unit_rows = 0;
-  int32_t units_per_head = 0;  // row blocks of one (batch entry, KV head)
+  int32_t unit_rows = 0;         // prefill: PrefillRows, or fewer in the only unit of few rows
+  int32_t units_per_head = 0;    // row blocks of one (batch entry, KV head)
   int32_t splits = 1;
   int32_t counters = 0;             // one for every unit where the decode kernel merges its splits itself, else 0
   bool activation_vectors = false;  // rows of Q, K and V and rotary tables can be read 16 bytes at a time

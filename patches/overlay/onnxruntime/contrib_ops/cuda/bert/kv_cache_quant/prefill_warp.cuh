@@ -1,15 +1,18 @@
 // Copyright (c) the kv-quant patch set authors. Licensed under the MIT License.
 //
-// One warp's part of the prefill kernel: 16 query rows against tiles of K and V in shared memory (kv_tile.cuh).
+// One warp's part of the prefill kernel: 32 query rows (16 for D 256) against tiles of K and V in shared memory
+// (kv_tile.cuh).
 //
-// With r = lane / 4 and c = lane % 4, a lane's accumulators are of rows r and r + 8 (index h = 0, 1) and, in each 8
-// columns, of columns 2c and 2c + 1: tokens in the scores, head elements in the output. The scores of two neighbouring
-// 8-token tiles are at once the operand of the second product.
+// With r = lane / 4 and c = lane % 4, a lane's accumulators are, in each 16 rows, of rows r and r + 8 (index h = 0, 1)
+// and, in each 8 columns, of columns 2c and 2c + 1: tokens in the scores, head elements in the output. The scores of
+// two neighbouring 8-token tiles are at once the operand of the second product. Every warp converts K and V for itself,
+// on the way from shared memory to an operand that serves all of its rows: the instructions that takes run beside the
+// products, while a tile of 16-bit elements would double what is read from shared memory.
 
 #pragma once
 
-#include "contrib_ops/cuda/bert/kv_cache_quant/kv_tile.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/mma.cuh"
+#include "contrib_ops/cuda/bert/kv_cache_quant/prefill_shape.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/query_tile.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/unit.cuh"
 
@@ -17,346 +20,432 @@ namespace onnxruntime {
 namespace contrib {
 namespace kv_cache_quant {
 
-// Tokens [first, first + count) of a tile.
-struct TileSpan {
-  int first;
-  uint32_t count;
-  __device__ __forceinline__ bool Has(int token) const { return static_cast<uint32_t>(token - first) < count; }
-};
+// Scores may exceed the running maximum by this (log2 units) before it is raised: fewer rescalings. PER_TOKEN V scales
+// are divided by a power of two, so that half weights keep their precision whatever the scales are: one chosen to bring
+// the largest scale to about 2^kScaleTarget, and chosen anew where a later one exceeds kScaleLimit. Weights times
+// scales stay below 2^kMaximumRise * kScaleLimit, which half holds.
+constexpr float kMaximumRise = 5.0f;
+constexpr int kScaleTarget = 6;
+constexpr float kScaleLimit = 1024.0f;
 
-// PER_TOKEN V scales are divided by a power of two, so that half weights keep their precision whatever the scales are:
-// one chosen to bring the largest scale to about 2^kScaleTarget, and chosen anew where a later one exceeds kScaleLimit,
-// which leaves the weights finite.
-constexpr int kScaleTarget = 10;
-constexpr float kScaleLimit = 32768.0f;
-
-template <typename Rows, int kHeadSize>
+template <typename BlockShape>
 struct PrefillWarp {
-  static constexpr int kTokens = kHeadSize == 256 ? 32 : 64;  // of a tile
+  using Shape = BlockShape;
+  using Rows = typename Shape::Rows;
+  static constexpr int kHeadSize = Shape::kHeadSize;
+  using Layout = TileLayout<Shape::kRowChunks>;
+  static constexpr int kRowTiles = Shape::kRowTiles;
+  static constexpr int kWarpRows = Shape::kWarpRows;
+  static constexpr int kTokens = Shape::kTokens;
   static constexpr int kScoreTiles = kTokens / 8;
+  static constexpr int kMixSteps = kTokens / 16;
   static constexpr int kOutTiles = kHeadSize / 8;
-  static constexpr int kSteps = kHeadSize / 16;
-  static constexpr int kLaneScales = kTokens / 32;
-  // What fits in 255 registers without spills: Q, and the next tile of K or V while the product before it runs.
-#if __CUDA_ARCH__ >= 800
-  static constexpr bool kQueryInRegisters = kHeadSize == 64 || (kHeadSize == 128 && !Rows::kExact);
-  static constexpr bool kLoadAhead = true;
-#else
-  static constexpr bool kQueryInRegisters = kHeadSize == 64;
-  static constexpr bool kLoadAhead = kHeadSize <= 128;
-#endif
-  static constexpr ActivationType kElement = Rows::kBFloat16 ? ActivationType::kBFloat16 : ActivationType::kHalf;
-  using Scores = float[kScoreTiles][4];
-  using LaneScales = float[kLaneScales];  // of tokens lane, lane + 32 of a tile
+  static constexpr int kQuerySteps = kHeadSize / 16;
+  static constexpr int kColumnTiles = Rows::kColumnTiles;
+  using Scores = float[kRowTiles][kScoreTiles][4];
+  using Spans = TileSpan[kRowTiles][2];
+  using PerRow = float[kRowTiles][2];
+  using Scales = TileScales<Shape::kMostTokens>;
 
-  const int lane;
-  const int r;
-  const int c;
-  const uint16_t* const query;  // the warp's 16 tile rows
-  uint32_t query_words[kQueryInRegisters ? kSteps : 1][4];
-  float factor;  // of row lane % 16, from products to log2 units
-  float maximum[2] = {-INFINITY, -INFINITY};
-  float denominator[2] = {0.0f, 0.0f};  // of this lane's tokens only
-  float out[kOutTiles][4];
-  int v_norm_exponent = 0;  // v_norm is a power of two
+  const uint4* const operands;  // shared: query rows of all warps
+  RowState<kRowTiles>* const states;
+  float out[kRowTiles][kOutTiles][4];
 
-  __device__ __forceinline__ PrefillWarp(int lane_index, const uint16_t* query_rows, const float* row_factor,
-                                         float common_factor, bool v_per_token)
-      : lane(lane_index), r(lane_index / 4), c(lane_index % 4), query(query_rows) {
-    factor = Rows::kExact ? common_factor : row_factor[lane % 16] * common_factor;
+  __device__ __forceinline__ PrefillWarp(const void* query, RowState<kRowTiles>* row_states)
+      : operands(static_cast<const uint4*>(query)), states(row_states) {
 #pragma unroll
-    for (int n = 0; n < kOutTiles; ++n) {
+    for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) out[n][i] = 0.0f;
-    }
-    if (v_per_token) v_norm_exponent = -126;  // below every scale that matters: the first tile chooses
-    if constexpr (kQueryInRegisters) {
+      for (int n = 0; n < kOutTiles; ++n) {
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k) LoadQueryStep(k, query_words[k]);
+        for (int i = 0; i < 4; ++i) out[m][n][i] = 0.0f;
+      }
     }
   }
 
-  // Where this lane reads for a matrix load of rows [row, row + 16), chunks `even` and even + 1: row row + lane % 16,
-  // chunk even + lane / 16. Of an even chunk known at compile time only two bits meet the lane's in the swizzle, so
-  // four offsets in registers serve all rows and chunks of Q, K and V.
-  __device__ __forceinline__ const uint16_t* MatrixRow(const uint16_t* tile, int row, int even) const {
-    const int offset = (lane & 15) * kHeadSize + ((even & 7) ^ (lane >> 4) ^ (lane & 7)) * 8;
-    return tile + offset + row * kHeadSize + (even & ~7) * 8;
+  // Index in the warp's query rows, laid out as operands, of element d of row `row`.
+  static __device__ __forceinline__ int QueryIndex(int row, int d) {
+    const QueryPlace place = Rows::PlaceOf(d);
+    const int operand = row / 16 * kQuerySteps + place.step;
+    const int word = row / 8 % 2 + 2 * place.upper;
+    return ((operand * 32 + row % 8 * 4 + place.column) * 4 + word) * 2 + place.second;
   }
 
-  // A value of row r + 8h from the lanes that have it of row lane % 16.
+  __device__ __forceinline__ RowState<kRowTiles>& State() const { return states[ReadThread() / 32]; }
+
+  // Values of rows 16m + r + 8h.
   template <typename T>
-  __device__ __forceinline__ T OfRow(T x, int h) const {
-    return __shfl_sync(0xFFFFFFFFu, x, r + 8 * h);
+  static __device__ __forceinline__ void OfRows(const T (&values)[kWarpRows], int r, T (&x)[kRowTiles][2]) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) x[m][h] = values[16 * m + r + 8 * h];
+    }
   }
 
-  // Operand A of elements [16k, 16k + 16).
-  __device__ __forceinline__ void LoadQueryStep(int k, uint32_t (&a)[4]) const {
-    LoadMatrices(a, MatrixRow(query, 0, 2 * k));
+  // Of row lane % kWarpRows.
+  __device__ __forceinline__ AttendedTokens OwnTokens() const { return {State().position[ReadThread() % kWarpRows]}; }
+
+  // The tokens of the tile that rows 16m + r + 8h attend.
+  __device__ __forceinline__ void FindSpans(int32_t window, int tile, int r, Spans& span) const {
+    int position[kRowTiles][2];
+    OfRows(State().position, r, position);
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) span[m][h] = AttendedTokens{position[m][h]}.Span(window, tile);
+    }
   }
 
-  static __device__ __forceinline__ void Multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  static __device__ __forceinline__ void Multiply(float (&d)[4], const uint4& a, const uint32_t (&b)[2]) {
+    const uint32_t words[4] = {a.x, a.y, a.z, a.w};
 #if __CUDA_ARCH__ >= 800
     if constexpr (Rows::kBFloat16) {
-      MmaBFloat16(d, a, b0, b1);
+      MmaBFloat16(d, words, b[0], b[1]);
       return;
     }
 #endif
-    MmaHalf(d, a, b0, b1);
+    MmaHalf(d, words, b[0], b[1]);
   }
 
   static __device__ __forceinline__ uint32_t Pack(float x, float y) {
     return Rows::kBFloat16 ? PackBFloat16(x, y) : PackHalf(x, y);
   }
 
-  // scores = Q K^T.
-  __device__ __forceinline__ void Score(const uint16_t* keys, Scores& scores) const {
+  // scores = Q K^T, with what the bias takes back.
+  __device__ __forceinline__ void Score(uint32_t keys, Scores& scores) const {
+    const LanePlace at;
+    PerRow start;
+    OfRows(State().bias, at.r, start);
 #pragma unroll
-    for (int j = 0; j < kScoreTiles; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) scores[j][i] = 0.0f;
-    }
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      uint32_t a[4];
-      if constexpr (kQueryInRegisters) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[i] = query_words[k][i];
-      } else {
-        LoadQueryStep(k, a);
-      }
-#pragma unroll
-      for (int j = 0; j < kScoreTiles; j += 2) {
-        uint32_t b[4];
-        LoadMatrices(b, MatrixRow(keys, 8 * j, 2 * k));
-        Multiply(scores[j], a, b[0], b[2]);
-        Multiply(scores[j + 1], a, b[1], b[3]);
-      }
-    }
-  }
-
-  // The scale of this lane's column 2c + e of 8-token tile j.
-  __device__ __forceinline__ float ScaleOf(const LaneScales& scales, int j, int e) const {
-    return __shfl_sync(0xFFFFFFFFu, scales[8 * j / 32], 8 * j % 32 + 2 * c + e);
-  }
-
-  // Products of K's codes times its PER_TOKEN scales.
-  __device__ __forceinline__ void ScaleScores(const LaneScales& k_scales, Scores& scores) const {
-#pragma unroll
-    for (int j = 0; j < kScoreTiles; ++j) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float scale = ScaleOf(k_scales, j, e);
-        scores[j][e] *= scale;
-        scores[j][2 + e] *= scale;
-      }
-    }
-  }
-
-  // Products become scores in log2 units.
-  __device__ __forceinline__ void FinishScores(float softcap, Scores& scores) const {
-    const float by[2] = {OfRow(factor, 0), OfRow(factor, 1)};
-#pragma unroll
-    for (int j = 0; j < kScoreTiles; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) scores[j][i] *= by[i / 2];
-    }
-    if (softcap > 0.0f) {
-      // SoftcapLog2 with one division for all: its slow path is a call, which costs registers everywhere around it.
-      const float cap = softcap * kLog2E;
-      const float inverse = __fdividef(1.0f, cap);
+    for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int j = 0; j < kScoreTiles; ++j) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) scores[j][i] = cap * tanhf(scores[j][i] * inverse);
+        for (int i = 0; i < 4; ++i) scores[m][j][i] = Rows::kKeyBias == 0.0f ? 0.0f : start[m][i / 2];
+      }
+    }
+    const uint4* const query = operands + ReadThread() / 32 * (Shape::kWarpQueryBytes / 16) + at.lane;
+    constexpr int kSteps = Rows::kKeySteps;
+    constexpr int kChunks = Rows::kKeyChunks;
+    constexpr int kLoadTokens = 32 / kChunks;
+    const uint32_t row = keys + Layout::Offset(at.lane / 8 / kChunks * 8 + at.lane % 8, at.lane / 8 % kChunks);
+#pragma unroll
+    for (int group = 0; group < kQuerySteps / kSteps; ++group) {
+      uint4 a[kSteps][kRowTiles];
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) a[s][m] = query[(m * kQuerySteps + group * kSteps + s) * 32];
+      }
+#pragma unroll
+      for (int first = 0; first < kTokens; first += kLoadTokens) {
+        uint32_t words[4];
+        LoadTileMatrices(words, Layout::Chunk(row, group * kChunks) + first * Layout::kRowBytes);
+#pragma unroll
+        for (int j = 0; j < 4 / kChunks; ++j) {
+          uint32_t parts[kChunks];
+#pragma unroll
+          for (int i = 0; i < kChunks; ++i) parts[i] = words[j * kChunks + i];
+          uint32_t b[kSteps][2];
+          Rows::ExpandKeys(parts, b);
+#pragma unroll
+          for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+            for (int m = 0; m < kRowTiles; ++m) Multiply(scores[m][first / 8 + j], a[s][m], b[s]);
+          }
+        }
+      }
+    }
+  }
+
+  // Scores that nobody reads. Without them the compiler keeps their registers from one tile to the next.
+  static __device__ __forceinline__ void NoScores(Scores& scores) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int j = 0; j < kScoreTiles; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) asm volatile("mov.f32 %0, 0f00000000;\n" : "=f"(scores[m][j][i]));
+      }
+    }
+  }
+
+  // This lane's two of 8-token tile j.
+  static __device__ __forceinline__ float2 ScalesOf(const float* scales, int j, int c) {
+    return *reinterpret_cast<const float2*>(scales + 8 * j + 2 * c);
+  }
+
+  __device__ __forceinline__ void ScaleScores(const float* k_scales, int c, Scores& scores) const {
+#pragma unroll
+    for (int j = 0; j < kScoreTiles; ++j) {
+      const float2 scale = ScalesOf(k_scales, j, c);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[m][j][i] *= i % 2 == 0 ? scale.x : scale.y;
+      }
+    }
+  }
+
+  // Scores of tokens whose V scale is not finite become NaN: so does the whole output row, and 0 * NaN cannot arise.
+  __device__ __forceinline__ void SpoilScores(const uint32_t (&v_bad)[2], int c, Scores& scores) const {
+#pragma unroll
+    for (int j = 0; j < kScoreTiles; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const bool bad = (v_bad[8 * j / 32] >> (8 * j % 32 + 2 * c + i % 2) & 1) != 0;
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          if (bad) scores[m][j][i] = NAN;
+        }
+      }
+    }
+  }
+
+  // Scores that are complete; by: 1.
+  __device__ __forceinline__ void CapScores(float softcap, PerRow& by, Scores& scores) const {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int j = 0; j < kScoreTiles; ++j) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& s = scores[m][j][2 * h + e];
+            s = SoftcapLog2(s * by[m][h], softcap);
+          }
+        }
+        by[m][h] = 1.0f;
       }
     }
   }
 
   // Scores of tokens outside a row's span become -inf, whatever they were.
-  __device__ __forceinline__ void MaskScores(const TileSpan (&span)[2], Scores& scores) const {
+  __device__ __forceinline__ void MaskScores(const Spans& span, int c, Scores& scores) const {
 #pragma unroll
-    for (int j = 0; j < kScoreTiles; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (!span[i / 2].Has(8 * j + 2 * c + i % 2)) scores[j][i] = -INFINITY;
-      }
-    }
-  }
-
-  // Scores become 2^(score - maximum) and are added to the denominators. shrink: what the rows' accumulators are to be
-  // multiplied by. A row that has only -inf so far keeps it as its maximum and weighs its tokens 0 (or NaN).
-  __device__ __forceinline__ void Exponentiate(Scores& scores, float (&shrink)[2]) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float top = maximum[h];
-#pragma unroll
-      for (int j = 0; j < kScoreTiles; ++j) top = fmaxf(top, fmaxf(scores[j][2 * h], scores[j][2 * h + 1]));
-      top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 2));
-      const float reference = top == -INFINITY ? 0.0f : top;
-      shrink[h] = Exp2(maximum[h] - reference);
-      maximum[h] = top;
-      float sum = 0.0f;
+    for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int j = 0; j < kScoreTiles; ++j) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          scores[j][2 * h + e] = Exp2(scores[j][2 * h + e] - reference);
-          sum += scores[j][2 * h + e];
-        }
-      }
-      denominator[h] = denominator[h] * shrink[h] + sum;
-    }
-  }
-
-  // Divides the tile's V scales by v_norm, after choosing it anew where one is too large for it. Scales that are not
-  // finite do not count. Returns what the accumulators are to be multiplied by.
-  __device__ __forceinline__ float NormalizeValueScales(LaneScales& v_scales) {
-    float top = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kLaneScales; ++i) {
-      const float size = fabsf(v_scales[i]);
-      if (size < INFINITY) top = fmaxf(top, size);
-    }
-    float shrink = 1.0f;
-    if (__any_sync(0xFFFFFFFFu, top * PowerOfTwo(-v_norm_exponent) > kScaleLimit)) {
-#pragma unroll
-      for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, step));
-      const int exponent = max((__float_as_int(top) >> 23) - 127 - kScaleTarget, -126);
-      shrink = PowerOfTwo(v_norm_exponent) * PowerOfTwo(-exponent);
-      v_norm_exponent = exponent;
-    }
-#pragma unroll
-    for (int i = 0; i < kLaneScales; ++i) v_scales[i] *= PowerOfTwo(-v_norm_exponent);
-    return shrink;
-  }
-
-  // Weights times V's PER_TOKEN scales; with kMasked 0 outside the spans, whatever the scale is.
-  template <bool kMasked>
-  __device__ __forceinline__ void ScaleWeights(const LaneScales& v_scales, const TileSpan (&span)[2],
-                                               Scores& weights) const {
-#pragma unroll
-    for (int j = 0; j < kScoreTiles; ++j) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float scale = ScaleOf(v_scales, j, e);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const bool attended = !kMasked || span[h].Has(8 * j + 2 * c + e);
-          weights[j][2 * h + e] = attended ? weights[j][2 * h + e] * scale : 0.0f;
+        for (int i = 0; i < 4; ++i) {
+          if (!span[m][i / 2].Has(8 * j + 2 * c + i % 2)) scores[m][j][i] = -INFINITY;
         }
       }
     }
   }
 
-  __device__ __forceinline__ void Shrink(const float (&by)[2]) {
-    // The maxima settle early in a sequence.
-    if (!__any_sync(0xFFFFFFFFu, by[0] != 1.0f || by[1] != 1.0f)) return;
+  // Raises the running maxima where a score times `by` exceeds one by more than kMaximumRise.
+  __device__ __forceinline__ void RaiseMaximum(const PerRow& by, int r, const Scores& scores, PerRow& maximum) {
+    PerRow top;
+    bool exceeded = false;
 #pragma unroll
-    for (int n = 0; n < kOutTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) out[n][i] *= by[i / 2];
-    }
-  }
-
-  // out += weights * V.
-  __device__ __forceinline__ void Mix(const uint16_t* values, const Scores& weights) {
-    constexpr int kMixSteps = kTokens / 16;
-    uint32_t a[kMixSteps][4];
-#pragma unroll
-    for (int k = 0; k < kMixSteps; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        a[k][i] = Pack(weights[2 * k + i / 2][i % 2 * 2], weights[2 * k + i / 2][i % 2 * 2 + 1]);
-      }
-    }
-    if constexpr (kLoadAhead) {
-#pragma unroll
-      for (int k = 0; k < kMixSteps; ++k) MixStep(values + 16 * k * kHeadSize, a[k]);
-    } else {
-#pragma unroll 1
-      for (int k = 0; k < kMixSteps; ++k) {
-        MixStep(values + 16 * k * kHeadSize, a[0]);
-#pragma unroll
-        for (int i = 0; i < 4 * (kMixSteps - 1); ++i) a[i / 4][i % 4] = a[i / 4 + 1][i % 4];
-      }
-    }
-  }
-
-  // Operand A of 16 tokens, whose rows of V begin at `rows`.
-  __device__ __forceinline__ void MixStep(const uint16_t* rows, const uint32_t (&a)[4]) {
-#pragma unroll
-    for (int n = 0; n < kOutTiles; n += 2) {
-      uint32_t b[4];
-      LoadMatricesTransposed(b, MatrixRow(rows, 0, n));
-      Multiply(out[n], a, b[0], b[1]);
-      Multiply(out[n + 1], a, b[2], b[3]);
-    }
-  }
-
-  // The same where V has Inf or NaN and not every row attends every token: adds attended tokens only, one by one.
-  // scratch: shared, 16 x kTokens, this warp's own.
-  __device__ __forceinline__ void MixAttended(const uint16_t* values, const Scores& weights, const TileSpan (&span)[2],
-                                              uint16_t* scratch) {
-#pragma unroll
-    for (int j = 0; j < kScoreTiles; ++j) {
+    for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        *reinterpret_cast<uint32_t*>(scratch + (r + 8 * h) * kTokens + 8 * j + 2 * c) =
-            Pack(weights[j][2 * h], weights[j][2 * h + 1]);
+        top[m][h] = -INFINITY;
+#pragma unroll
+        for (int j = 0; j < kScoreTiles; ++j) {
+          top[m][h] = fmaxf(top[m][h], fmaxf(scores[m][j][2 * h], scores[m][j][2 * h + 1]));
+        }
+        exceeded = exceeded || fmaf(top[m][h], by[m][h], -maximum[m][h]) > kMaximumRise;
+      }
+    }
+    if (!__any_sync(0xFFFFFFFFu, exceeded)) return;
+    auto& state = State();
+    __syncwarp();  // all lanes have read the maxima
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float raised = top[m][h] * by[m][h];
+        raised = fmaxf(raised, __shfl_xor_sync(0xFFFFFFFFu, raised, 1));
+        raised = fmaxf(raised, __shfl_xor_sync(0xFFFFFFFFu, raised, 2));
+        raised = fmaxf(raised, maximum[m][h]);
+        const float shrink = Exp2(maximum[m][h] - raised);
+        maximum[m][h] = raised;
+        if (ReadThread() % 4 == 0) state.maximum[16 * m + r + 8 * h] = raised;  // four lanes have the same
+        state.denominator[ReadThread() % 32][2 * m + h] *= shrink;
+#pragma unroll
+        for (int n = 0; n < kOutTiles; ++n) {
+          out[m][n][2 * h] *= shrink;
+          out[m][n][2 * h + 1] *= shrink;
+        }
       }
     }
     __syncwarp();
-#pragma unroll 1
-    for (int token = 0; token < kTokens; ++token) {
+  }
+
+  // Multiplies the accumulators.
+  __device__ __forceinline__ void Shrink(float by) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        if (!span[h].Has(token)) continue;
-        const float weight = ActivationFromBits(scratch[(r + 8 * h) * kTokens + token], kElement);
+    for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-        for (int n = 0; n < kOutTiles; ++n) {
-          const uint16_t* pair = values + ChunkIndex<kHeadSize>(token, n) + 2 * c;
-          out[n][2 * h] += weight * ActivationFromBits(pair[0], kElement);
-          out[n][2 * h + 1] += weight * ActivationFromBits(pair[1], kElement);
+      for (int n = 0; n < kOutTiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[m][n][i] *= by;
+      }
+    }
+  }
+
+  // The weights of tokens [16k, 16k + 16), 2^(score - maximum) times V's scale, as operands, from their scores. They
+  // are added to `sums`, without the scale.
+  __device__ __forceinline__ void WeighStep(int k, const PerRow& by, const PerRow& maximum, const float* v_scales,
+                                            int c, const Scores& scores, PerRow& sums, uint4 (&weights)[kRowTiles]) {
+    uint32_t words[kRowTiles][4];
+#pragma unroll
+    for (int upper = 0; upper < 2; ++upper) {
+      const int j = 2 * k + upper;
+      float2 scale = make_float2(1.0f, 1.0f);
+      if constexpr (!Rows::kExact) scale = ScalesOf(v_scales, j, c);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float* score = scores[m][j] + 2 * h;
+          float x = Exp2(fmaf(score[0], by[m][h], -maximum[m][h]));
+          float y = Exp2(fmaf(score[1], by[m][h], -maximum[m][h]));
+          sums[m][h] += x + y;
+          if constexpr (!Rows::kExact) {
+            x *= scale.x;
+            y *= scale.y;
+          }
+          words[m][h + 2 * upper] = Pack(x, y);
+        }
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      weights[m] = make_uint4(words[m][0], words[m][1], words[m][2], words[m][3]);
+    }
+  }
+
+  // out += weights * V, of 16 tokens. rows: this lane's address for chunk 0 or 1 of them.
+  __device__ __forceinline__ void MixStep(uint32_t rows, const uint4 (&weights)[kRowTiles]) {
+#pragma unroll
+    for (int chunk = 0; chunk < Shape::kRowChunks; chunk += 2) {
+      uint32_t words[4];
+      LoadTileMatricesTransposed(words, Layout::Chunk(rows, chunk));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t near[kColumnTiles];
+        uint32_t far[kColumnTiles];
+        Rows::ExpandValues(words[2 * i], near);
+        Rows::ExpandValues(words[2 * i + 1], far);
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; ++n) {
+          const uint32_t b[2] = {near[n], far[n]};
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) Multiply(out[m][(chunk + i) * kColumnTiles + n], weights[m], b);
         }
       }
     }
   }
 
-  // From a tile's scaled products to weights, and the accumulators rescaled for them. Without masked, every row attends
-  // every token.
-  __device__ __forceinline__ void Weigh(float softcap, bool v_per_token, bool masked, const TileSpan (&span)[2],
-                                        LaneScales& v_scales, Scores& scores) {
-    FinishScores(softcap, scores);
-    if (masked) MaskScores(span, scores);
-    float shrink[2];
-    Exponentiate(scores, shrink);
-    if (v_per_token) {
-      const float renormalize = NormalizeValueScales(v_scales);
-      shrink[0] *= renormalize;
-      shrink[1] *= renormalize;
-      if (masked) {
-        ScaleWeights<true>(v_scales, span, scores);
-      } else {
-        ScaleWeights<false>(v_scales, span, scores);
+  // Scores of a tile become weights, and out += weights * V. The weights of a step are made beside the product of two
+  // steps before: scores take twice their registers.
+  __device__ __forceinline__ void Mix(uint32_t values, const PerRow& by, PerRow& maximum, const float* v_scales, int c,
+                                      const Scores& scores) {
+    constexpr int kAhead = kMixSteps < 2 ? kMixSteps : 2;
+    const int lane = ReadThread() % 32;
+    const uint32_t rows = values + Layout::Offset(lane % 16, lane / 16);
+    PerRow sums;
+#pragma unroll
+    for (int i = 0; i < 2 * kRowTiles; ++i) sums[i / 2][i % 2] = 0.0f;
+    uint4 weights[kAhead][kRowTiles];
+#pragma unroll
+    for (int k = 0; k < kMixSteps + kAhead; ++k) {
+      if (k >= kAhead) MixStep(rows + 16 * (k - kAhead) * Layout::kRowBytes, weights[k % kAhead]);
+      if (k < kMixSteps) {
+        // Has the exponentials of a step wait for the sums of the step before: else all of a tile's are made first and
+        // added up last, which takes a register each.
+#pragma unroll
+        for (int i = 0; i < 2 * kRowTiles && k > 0; ++i) {
+          maximum[i / 2][i % 2] = fmaf(sums[i / 2][i % 2], 0.0f, maximum[i / 2][i % 2]);
+        }
+        WeighStep(k, by, maximum, v_scales, c, scores, sums, weights[k % kAhead]);
       }
     }
-    Shrink(shrink);
+    float (&denominator)[2 * kRowTiles] = State().denominator[ReadThread() % 32];
+#pragma unroll
+    for (int i = 0; i < 2 * kRowTiles; ++i) denominator[i] += sums[i / 2][i % 2];
   }
 
-  // Completes the denominators.
-  __device__ __forceinline__ void Finish() {
+  // A tile's products become weights and are added up. scales: of its tokens; not for exact rows.
+  __device__ __forceinline__ void Attend(float softcap, bool masked, int32_t window, int tile, const Scales* scales,
+                                         uint32_t values, Scores& scores) {
+    const LanePlace at;
+    if constexpr (!Rows::kExact) {
+      ScaleScores(scales->k, at.c, scores);
+      if ((scales->v_bad[0] | scales->v_bad[1]) != 0) SpoilScores(scales->v_bad, at.c, scores);
+    }
+    PerRow by;
+    OfRows(State().factor, at.r, by);
+    if (softcap > 0.0f) CapScores(softcap, by, scores);
+    if (masked) {
+      Spans span;
+      FindSpans(window, tile, at.r, span);
+      MaskScores(span, at.c, scores);
+    }
+    PerRow maximum;
+    OfRows(State().maximum, at.r, maximum);
+    RaiseMaximum(by, at.r, scores, maximum);
+    Mix(values, by, maximum, Rows::kExact ? nullptr : scales->v, at.c, scores);
+  }
+
+  // For a tile of V in which Inf or NaN is to be replaced by 0, as 0 * NaN would reach rows that do not attend the
+  // token: makes the sums NaN that such an element belongs to.
+  __device__ __forceinline__ void SpoilSums(const uint8_t* values, int32_t window, int tile) {
+    const LanePlace at;
+    Spans span;
+    FindSpans(window, tile, at.r, span);
+#pragma unroll 1
+    for (int token = 0; token < kTokens; ++token) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      denominator[h] += __shfl_xor_sync(0xFFFFFFFFu, denominator[h], 1);
-      denominator[h] += __shfl_xor_sync(0xFFFFFFFFu, denominator[h], 2);
+      for (int chunk = 0; chunk < Shape::kRowChunks; ++chunk) {
+        const uint32_t word = *reinterpret_cast<const uint32_t*>(values + Layout::Offset(token, chunk) + 4 * at.c);
+        const uint32_t found = Rows::NonFinite(word);
+        if (found == 0) continue;
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            if (!span[m][h].Has(token)) continue;
+#pragma unroll
+            for (int i = 0; i < 2 * kColumnTiles; ++i) {
+              float& sum = out[m][chunk * kColumnTiles + i % kColumnTiles][2 * h + i / kColumnTiles];
+              if ((found >> (Rows::kBits * (i + 1) - 1) & 1) != 0) sum = NAN;
+            }
+          }
+        }
+      }
     }
   }
 
-  // Head element of out[n][2h + e] in the lanes with lane % 4 == column.
-  static __device__ __forceinline__ int Element(int n, int column, int e) {
-    return 8 * n + (Rows::kInterleaved ? column + 4 * e : 2 * column + e);
+  // Of rows 16m + r + 8h, all tokens.
+  __device__ __forceinline__ void LoadStats(PerRow& maximum, PerRow& denominator) const {
+    const LanePlace at;
+    OfRows(State().maximum, at.r, maximum);
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float sum = State().denominator[at.lane][2 * m + h];
+        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+        denominator[m][h] = sum + __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
+      }
+    }
+  }
+
+  // Accumulators of row 16m + r + 8h that are neighbours in the output: those of elements
+  // [FirstElement(chunk, column), + 2 * kColumnTiles), for the lanes with lane % 4 == column.
+  static constexpr int kRun = 2 * kColumnTiles;
+  static __device__ __forceinline__ int FirstElement(int chunk, int column) {
+    return chunk * Rows::kChunk + column * kRun;
+  }
+  __device__ __forceinline__ float Sum(int m, int h, int chunk, int i) const {
+    return out[m][chunk * kColumnTiles + i % kColumnTiles][2 * h + i / kColumnTiles];
   }
 };
 

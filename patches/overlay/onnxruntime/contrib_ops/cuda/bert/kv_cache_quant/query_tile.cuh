@@ -1,7 +1,7 @@
 // Copyright (c) the kv-quant patch set authors. Licensed under the MIT License.
 //
-// The query rows of a unit as 16-bit elements in shared memory: after rotary, with K's PER_CHANNEL scale folded in, and
-// scaled so that half holds them whatever the activation type is.
+// Query rows in a warp's registers: after rotary, with K's PER_CHANNEL scale folded in, and scaled so that half holds
+// them whatever the activation type is.
 
 #pragma once
 
@@ -80,7 +80,7 @@ __device__ __forceinline__ void LoadRows(const GqaParams& p, const int64_t (&row
   }
 }
 
-// Rows [row, row + kRows) of (b, kv_head) in a warp's registers, as LoadQueryTile describes them.
+// Rows [row, row + kRows) of (b, kv_head) in a warp's registers, as LoadQueryRows describes them.
 template <int kRows, int kPerLane, bool kNative>
 __device__ __forceinline__ void LoadScaledRows(const GqaParams& p, int64_t past, int64_t b, int kv_head, int row,
                                                int rows, int lane, float (&x)[kRows][kPerLane],
@@ -128,38 +128,38 @@ __device__ __forceinline__ void LoadScaledRows(const GqaParams& p, int64_t past,
 
 }  // namespace query_internal
 
-// Rows [first_row, min(first_row + kTileRows, rows)) of the s * G + g rows of (b, kv_head) as 16-bit elements, padded
-// with zeros to kTileRows x kHeadSize; first_row < rows, and rows from `rows` on are not read. Element d of tile row r
-// goes to shared[place(r, d)]. The warps share the rows in order: warp w writes rows and factors
-// [w, w + 1) * kTileRows / kWarps. No barrier.
-//   kNative   as the activation type, for exact keys; row_factor (kTileRows) is 1
-//   else      as half, after K's PER_CHANNEL scale, times a power of two that brings the row's largest element to
-//             [0.5, 1); row_factor undoes it
-template <int kHeadSize, int kTileRows, int kWarps, bool kNative, typename Place>
-__device__ __forceinline__ void LoadQueryTile(const GqaParams& p, int64_t past, int64_t b, int kv_head, int first_row,
-                                              int rows, uint16_t* shared, Place place, float* row_factor) {
-  constexpr int kWarpRows = kTileRows / kWarps;
-  constexpr int kMost = kHeadSize == 256 ? 1 : kHeadSize == 128 ? 2
-                                                                : 4;  // rows with their loads in flight together
-  constexpr int kRows = kWarpRows < kMost ? kWarpRows : kMost;
+// Rows [first_row, first_row + kWarpRows) of the s * G + g rows of (b, kv_head), by one warp; rows from `rows` on are
+// not read and are 0, as are elements from D to kHeadSize. Calls store(r, d, x) for element d of the r-th of them and
+// adds up what it returns. Leaves in lane i, of the row i % kWarpRows, that sum (not with kNative) and the factor that
+// undoes what was done to the row:
+//   kNative   nothing, for exact keys; 1
+//   else      K's PER_CHANNEL scale, times a power of two that brings the row's largest element to [0.5, 1)
+template <int kHeadSize, int kWarpRows, bool kNative, typename Store>
+__device__ __forceinline__ void LoadQueryRows(const GqaParams& p, int64_t past, int64_t b, int kv_head, int first_row,
+                                              int rows, int lane, Store store, float* lane_factor, float* lane_sum) {
+  constexpr int kRows = kHeadSize == 256 ? 2 : kHeadSize == 128 ? 4
+                                                                : 8;  // with their loads in flight together
   constexpr int kPerLane = kHeadSize / 32;
-  static_assert(kTileRows % kWarps == 0 && kWarpRows % kRows == 0, "whole rows for every warp");
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp_row = static_cast<int>(threadIdx.x) / 32 * kWarpRows;
-  const ActivationType type = kNative ? p.activation : ActivationType::kHalf;
+  static_assert(kWarpRows % kRows == 0, "whole groups of rows");
 #pragma unroll 1
-  for (int base = warp_row; base < warp_row + kWarpRows; base += kRows) {
+  for (int base = 0; base < kWarpRows; base += kRows) {
     float x[kRows][kPerLane];
     float factor[kRows];
     query_internal::LoadScaledRows<kRows, kPerLane, kNative>(p, past, b, kv_head, first_row + base, rows, lane, x,
                                                              factor);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
+      float sum = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        shared[place(base + r, lane + 32 * i)] = ActivationToBits(x[r][i], type);
+      for (int i = 0; i < kPerLane; ++i) sum += store(base + r, lane + 32 * i, x[r][i]);
+      if constexpr (!kNative) {
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
       }
-      if (lane == 0) row_factor[base + r] = factor[r];
+      if (lane % kWarpRows == base + r) {
+        *lane_factor = factor[r];
+        *lane_sum = sum;
+      }
     }
   }
 }
