@@ -201,8 +201,8 @@ GroupQueryAttentionKvQuant::GroupQueryAttentionKvQuant(const OpKernelInfo& info)
   const cudaError_t found = FindDeviceCode();
   if (found != cudaSuccess) {
     ORT_NOT_IMPLEMENTED("GroupQueryAttention: this build has no code of the kernels for a quantized KV cache that ",
-                        device.name, " (compute capability ", device.major, ".", device.minor,
-                        ") can run: ", cudaGetErrorString(found), ". Build with --cuda-arch ", compute_capability_, ".");
+                        device.name, " (compute capability ", device.major, ".", device.minor, ") can run: ",
+                        cudaGetErrorString(found), ". Build with --cuda-arch ", compute_capability_, ".");
   }
 }
 
@@ -236,7 +236,9 @@ Status GroupQueryAttentionKvQuant::ComputeInternal(OpKernelContext* context) con
   }
   const auto workspace = GetScratchBuffer<void>(plan.workspace_bytes, context->GetComputeStream());
   if (workspace != nullptr) BindWorkspace(plan, workspace.get(), &p);
-  if (plan.counters != 0) ORT_RETURN_IF_ERROR(counters_.Get(Info(), Stream(context), plan.counters, &p.counters));
+  if (plan.counters != 0) {
+    ORT_RETURN_IF_ERROR(counters_.Get(Info(), Stream(context), plan.counters, &p.counters));
+  }
   if (GetAttentionKernelOptions()->AllowDebugInfo()) PrintDebugInfo(Node().Name(), p, plan);
   CUDA_RETURN_IF_ERROR(LaunchGqa(p, plan, Stream(context)));
   return Status::OK();

@@ -49,21 +49,6 @@ __device__ __forceinline__ uint32_t TransposeMatrix(uint32_t x) {
   return y;
 }
 
-// Four 8 x 8 matrices of 16-bit elements from shared memory; lane i gives the address of row i % 8 of matrix i / 8.
-__device__ __forceinline__ void LoadMatrices(uint32_t (&x)[4], const void* row) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(address));
-}
-
-__device__ __forceinline__ void LoadMatricesTransposed(uint32_t (&x)[4], const void* row) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(address));
-}
-
 __device__ __forceinline__ uint32_t PackHalf(float x, float y) {
   const __half2 h = __floats2half2_rn(x, y);
   return reinterpret_cast<const uint32_t&>(h);
