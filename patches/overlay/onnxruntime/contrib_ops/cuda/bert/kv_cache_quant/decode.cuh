@@ -3,12 +3,10 @@
 // Attention of up to 16 query rows (S x G) of one KV head over the quantized cache.
 //
 // grid    units * splits blocks in x; unit = b * Hkv + h. A block owns one split of one unit's tokens, the new rows of
-//         the cache among them, and where it is the last one of its unit to
-//         end, the unit's output.
-// block   8 warps, 4 for D 256. A warp owns every eighth (fourth) tile of 16 tokens of the split and all query rows;
-//         the warps' results are added at the end.
-// shared  static: query rows as half, new rows, statistics: 12 KB at most. Dynamic: the warps' rings of tiles, then
-//         their accumulators: DecodeSharedBytes.
+//         the cache among them, and where it is the last one of its unit to end, the unit's output.
+// block   8 warps, 4 for D 256. A warp owns every eighth (fourth) tile of 16 tokens (32 of int4) of the split and all
+//         query rows; the warps' results are added at the end.
+// shared  query rows as operands, new rows, the warps' statistics and accumulators: 42 KB at most.
 // align   cache rows: 16 bytes with kWholeRows, else 8 (8-bit codes) or 4 bytes (int4).
 //
 // Both products are transposed, so that tokens and head elements fill the 16 rows of the matrix instruction and query
