@@ -42,12 +42,12 @@ def environments(cfg: Config, built: Path, log_path: Path) -> tuple[Path, Path]:
 
 def folders(cfg: Config) -> list[Path]:
     """The suites that run: those of the operator, and with --all those of the tools around it."""
-    names = ["reference", "mlas", "op", *(["kernel", "bench", "tool"] if cfg.all_tests else [])]
+    names = ["reference", "mlas", "op", "transformers", *(["kernel", "bench", "tool"] if cfg.all_tests else [])]
     return [path for name in names if (path := cfg.repo / "python_tests" / name).is_dir()]
 
 
 def digest(cfg: Config, wheel_sha256: str) -> str:
-    sources = {".py", ".h", ".cpp", ".cc", ".cu"}
+    sources = {".py", ".h", ".cpp", ".cc", ".cu", ".npz"}
     files = [path for path in (cfg.repo / "python_tests").rglob("*") if path.suffix in sources]
     pins = [venv.test_requirements(cfg), venv.stock_requirements(cfg)]
     return stamps.digest_of(
