@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,14 @@ from kvbuild import debian, log
 from kvbuild.patchset import apply
 from kvbuild.source import fetch_source
 from python_tests.tool.fake_upstream import Project, Upstream, make_project, make_upstream
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> Iterator[None]:
+    """A job in the background of a script inherits that SIGINT is ignored, and so would the programs under test."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")
