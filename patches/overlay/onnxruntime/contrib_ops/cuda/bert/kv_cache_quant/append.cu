@@ -45,8 +45,9 @@ __device__ __forceinline__ void StorePromptKey(const GqaParams& p, int64_t b, in
 }
 
 // vectors: plan.activation_vectors. rows: B S Hkv.
+// Four blocks a multiprocessor: without a number some compilers spill a register although they have more.
 template <KvFormat kFormat>
-__global__ void __launch_bounds__(32 * kWarps)
+__global__ void __launch_bounds__(32 * kWarps, 4)
     AppendKernel(const __grid_constant__ GqaParams p, uint32_t rows, bool vectors) {
   AllowNextKernel();
   uint32_t row = blockIdx.x * kWarps + threadIdx.x / 32;
