@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 
 from python_tests.bench.gqa_case import QUANTIZED, Case
 from python_tests.op.cuda_runtime import DeviceMemory, Stream
+from python_tests.op.host_memory import HostMemory, Memory
 from python_tests.reference.bfloat16 import pack_bfloat16, unpack_bfloat16
 from python_tests.reference.format import U8, Array
 
@@ -17,37 +17,6 @@ from python_tests.reference.format import U8, Array
 POOL_BYTES = {"cuda": 32 * 2**20, "cpu": 4 * 2**20}
 _STEP = 4096 * 67
 ANGLE_ROWS = 8192
-
-
-class Memory(Protocol):
-    """Bytes at an address."""
-
-    pointer: int
-
-    def write(self, array: Array, offset: int = 0) -> None:
-        """Copy an array's bytes to an offset."""
-
-    def read(self, offset: int = 0, size: int | None = None) -> U8:
-        """A copy of bytes."""
-
-
-class HostMemory:
-    """NumPy's memory, aligned to 64 bytes."""
-
-    def __init__(self, size: int) -> None:
-        storage = np.empty(size + 64, np.uint8)
-        start = -storage.ctypes.data % 64
-        self.bytes = storage[start : start + size]
-        self.pointer = int(storage.ctypes.data) + start
-
-    def write(self, array: Array, offset: int = 0) -> None:
-        """Copy an array's bytes to an offset."""
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        self.bytes[offset : offset + data.size] = data
-
-    def read(self, offset: int = 0, size: int | None = None) -> U8:
-        """A copy of bytes."""
-        return self.bytes[offset : None if size is None else offset + size].copy()
 
 
 def as_stored(values: Array, kind: str) -> Array:

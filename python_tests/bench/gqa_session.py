@@ -10,7 +10,6 @@ from python_tests.bench.gqa_case import PRESENT, Case, Tensor
 from python_tests.bench.gqa_expected import Checker, ReadState
 from python_tests.bench.gqa_memory import (
     Allocator,
-    Memory,
     activation_values,
     as_stored,
     from_stored,
@@ -18,6 +17,7 @@ from python_tests.bench.gqa_memory import (
 )
 from python_tests.bench.gqa_timing import ReplayTimer
 from python_tests.op.cuda_runtime import DeviceMemory, Stream, memory_info, synchronize
+from python_tests.op.host_memory import Memory
 from python_tests.reference.format import U8
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Protocol
 
 import numpy as np
 from onnx import TensorProto
 
 from python_tests.op.cuda_runtime import DeviceMemory
+from python_tests.op.host_memory import HostMemory, Memory
 from python_tests.reference.bfloat16 import pack_bfloat16, unpack_bfloat16
-from python_tests.reference.format import U8, Array
+from python_tests.reference.format import Array
 
 GUARD_VALUE = 0xA5
 # Under compute-sanitizer an allocation must end where the array ends: what lies behind it is then found by the tool.
@@ -20,37 +20,6 @@ EXACT_VARIABLE = "KV_QUANT_EXACT_ALLOCATIONS"
 def guard_bytes() -> int:
     """Bytes on either side of an array."""
     return 256 if os.environ.get(EXACT_VARIABLE, "0") in ("", "0") else 0
-
-
-class Memory(Protocol):
-    """Bytes at an address."""
-
-    pointer: int
-
-    def write(self, array: Array, offset: int = 0) -> None:
-        """Copy an array's bytes to an offset."""
-
-    def read(self, offset: int = 0, size: int | None = None) -> U8:
-        """A copy of bytes."""
-
-
-class HostMemory:
-    """NumPy's memory, aligned to 64 bytes."""
-
-    def __init__(self, size: int, fill: int) -> None:
-        storage = np.full(size + 64, fill, np.uint8)
-        start = -storage.ctypes.data % 64
-        self.bytes = storage[start : start + size]
-        self.pointer = int(storage.ctypes.data) + start
-
-    def write(self, array: Array, offset: int = 0) -> None:
-        """Copy an array's bytes to an offset."""
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        self.bytes[offset : offset + data.size] = data
-
-    def read(self, offset: int = 0, size: int | None = None) -> U8:
-        """A copy of bytes."""
-        return self.bytes[offset : None if size is None else offset + size].copy()
 
 
 class GuardedArray:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -49,22 +49,24 @@ def _add_common(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--tokenizer", default="bytes", help="bytes, ids, or a tokenizer.json (default: bytes)")
     verb.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     verb.add_argument("--device-id", type=int, default=0)
-    verb.add_argument("--threads", type=_natural, default=0, help="intra-op threads on the CPU; 0: as many as cores")
+    verb.add_argument(
+        "--threads", type=_at_least(0), default=0, help="intra-op threads on the CPU; 0: as many as cores"
+    )
 
 
 def _add_generate(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("model", type=Path)
     verb.add_argument("--prompt", action="append", default=[], help="a prompt; several make a batch of any lengths")
     verb.add_argument("--prompt-file", action="append", type=Path, default=[], help="a file that holds a prompt")
-    verb.add_argument("--max-new-tokens", type=_positive, default=100)
-    verb.add_argument("--capacity", type=_positive, help="tokens of the cache (default: what this call needs)")
-    verb.add_argument("--chunk", type=_natural, default=0, help="tokens of a prompt's chunk; 0: the prompt at once")
+    verb.add_argument("--max-new-tokens", type=_at_least(1), default=100)
+    verb.add_argument("--capacity", type=_at_least(1), help="tokens of the cache (default: what this call needs)")
+    verb.add_argument("--chunk", type=_at_least(0), default=0, help="tokens of a prompt's chunk; 0: the prompt at once")
     verb.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
-    verb.add_argument("--top-k", type=_natural, default=0, help="sample from so many tokens; 0: all")
+    verb.add_argument("--top-k", type=_at_least(0), default=0, help="sample from so many tokens; 0: all")
     verb.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest tokens of this probability")
     verb.add_argument("--seed", type=int, default=0)
     verb.add_argument("--stop-id", type=int, action="append", default=[], help="token that ends an entry")
-    verb.add_argument("--zero-context", type=_natural, default=0, help="time it behind so many tokens of zeros")
+    verb.add_argument("--zero-context", type=_at_least(0), default=0, help="time it behind so many tokens of zeros")
     verb.add_argument("--no-graph", action="store_true", help="on CUDA: do not capture the step")
     verb.add_argument("--save-prefix", type=Path, help="save the cache after the prompt")
     verb.add_argument("--load-prefix", type=Path, help="start from a saved cache; prompts go on from there")
@@ -74,9 +76,11 @@ def _add_generate(verb: argparse.ArgumentParser) -> None:
 def _add_perplexity(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("models", type=Path, nargs="+", help="the first one is what the others are compared with")
     verb.add_argument("--text", type=Path, required=True)
-    verb.add_argument("--window", type=_positive, default=512, help="tokens of a context, from an empty cache each")
-    verb.add_argument("--tokens-per-step", type=_positive, default=16, help="tokens of a call; they see quantized keys")
-    verb.add_argument("--max-tokens", type=_natural, default=0, help="use the text's first tokens only; 0: all")
+    verb.add_argument("--window", type=_at_least(1), default=512, help="tokens of a context, from an empty cache each")
+    verb.add_argument(
+        "--tokens-per-step", type=_at_least(1), default=16, help="tokens of a call; they see quantized keys"
+    )
+    verb.add_argument("--max-tokens", type=_at_least(0), default=0, help="use the text's first tokens only; 0: all")
     _add_common(verb)
 
 
@@ -192,20 +196,17 @@ def perplexity_table(rows: Sequence[tuple[str, str, int, Perplexity]]) -> list[s
     return lines
 
 
-def _natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        msg = f"{text}: must not be negative"
-        raise argparse.ArgumentTypeError(msg)
-    return value
+def _at_least(least: int) -> Callable[[str], int]:
+    """Type of a command line argument."""
 
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            msg = f"{text}: must be at least {least}"
+            raise argparse.ArgumentTypeError(msg)
+        return value
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        msg = f"{text}: must be at least 1"
-        raise argparse.ArgumentTypeError(msg)
-    return value
+    return number
 
 
 if __name__ == "__main__":

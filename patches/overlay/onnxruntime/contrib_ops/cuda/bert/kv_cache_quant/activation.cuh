@@ -53,10 +53,9 @@ struct SequenceState {
   bool valid;
 };
 
-// seqlen: seqlens_k of the entry.
-__device__ __forceinline__ SequenceState MakeSequence(const GqaParams& p, int32_t seqlen) {
+__device__ __forceinline__ SequenceState LoadSequence(const GqaParams& p, int64_t b) {
   SequenceState q;
-  q.total = static_cast<int64_t>(seqlen) + 1;
+  q.total = static_cast<int64_t>(p.seqlens_k[b]) + 1;
   q.past = p.is_prompt ? 0 : q.total - p.sequence_length;
   const int64_t limit = p.is_prompt ? p.sequence_length : p.capacity;
   q.valid = q.total >= 0 && q.total <= limit && q.past >= 0 && q.past <= p.past_capacity;
@@ -65,9 +64,6 @@ __device__ __forceinline__ SequenceState MakeSequence(const GqaParams& p, int32_
   return q;
 }
 
-__device__ __forceinline__ SequenceState LoadSequence(const GqaParams& p, int64_t b) {
-  return MakeSequence(p, p.seqlens_k[b]);
-}
 // Scale of the token in cache row `row` (units of rows of present) on a PER_TOKEN side.
 __device__ __forceinline__ float LoadTokenScale(const KvSide& side, int64_t row) {
   return side.token_scale_is_half ? __half2float(static_cast<const __half*>(side.token_scale)[row])

@@ -4,7 +4,7 @@
 //
 // A 32-bit word of a row holds kElements codes. Expansion knows three orders, because a dot product does not care about
 // the order along D and a permuted order needs fewer instructions:
-//   ExpandWord   one word of one row -> kElements / 2 half2; half2 i holds elements First(i) and Second(i)
+//   ExpandWord   one word of one row -> kElements / 2 half2; half2 i holds elements 2i and 2i + 1, of int4 i and i + 4
 //   ExpandPair   the same word of two rows -> kElements half2; half2 d holds element d of row a and of row b
 //   ExpandKey    as ExpandWord for products with a query: element e is in half KeyPlace(e), and is
 //                (code + kKeyBias) * KeyUnit(e). The integer formats leave the offset code in the low bits of a half,
@@ -75,8 +75,6 @@ template <>
 struct Codec<KvFormat::kInt8> {
   static constexpr int kBits = 8;
   static constexpr int kElements = 4;
-  __host__ __device__ static constexpr int First(int i) { return 2 * i; }
-  __host__ __device__ static constexpr int Second(int i) { return 2 * i + 1; }
 
   // Offset binary behind the exponent of 1024: 0x6400 + u is the half 1024 + u.
   static __device__ __forceinline__ void ExpandWord(uint32_t word, uint32_t (&out)[2]) {
@@ -103,8 +101,6 @@ template <>
 struct Codec<KvFormat::kFloat8E4M3FN> {
   static constexpr int kBits = 8;
   static constexpr int kElements = 4;
-  __host__ __device__ static constexpr int First(int i) { return 2 * i; }
-  __host__ __device__ static constexpr int Second(int i) { return 2 * i + 1; }
 
   static __device__ __forceinline__ void ExpandWord(uint32_t word, uint32_t (&out)[2]) {
 #if __CUDA_ARCH__ >= 890
@@ -148,8 +144,6 @@ template <>
 struct Codec<KvFormat::kInt4> {
   static constexpr int kBits = 4;
   static constexpr int kElements = 8;
-  __host__ __device__ static constexpr int First(int i) { return i; }
-  __host__ __device__ static constexpr int Second(int i) { return i + 4; }
 
   // Nibbles 0 and 4 (and 1 and 5 times 16) behind the exponent of 1024; the other four after a shift.
   static __device__ __forceinline__ void ExpandWord(uint32_t word, uint32_t (&out)[4]) {
@@ -185,18 +179,6 @@ struct Codec<KvFormat::kInt4> {
     for (int i = 0; i < 4; ++i) out[4 + i] = half[i];
   }
 };
-
-// Value of element d of a row of codes, for paths that are not hot.
-template <KvFormat kFormat>
-__device__ __forceinline__ float DecodeElement(const uint8_t* row, int d) {
-  if constexpr (kFormat == KvFormat::kInt8) {
-    return static_cast<float>(static_cast<int8_t>(row[d]));
-  } else if constexpr (kFormat == KvFormat::kInt4) {
-    return static_cast<float>((row[d / 2] >> (4 * (d & 1)) & 0xF) - 8);
-  } else {
-    return __half2float(__half(__nv_cvt_fp8_to_halfraw(row[d], __NV_E4M3)));
-  }
-}
 
 // PER_TOKEN scale of a row as it reads back from the scale cache.
 __device__ __forceinline__ float TokenScale(float amax, float qmax, bool is_half) {
