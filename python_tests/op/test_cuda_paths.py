@@ -8,8 +8,9 @@ from python_tests.op.kernel_paths import CASES, Fields, observed
 from python_tests.op.providers import Provider
 
 pytestmark = pytest.mark.gpu
-# The most query rows per KV head that a decode step has, and what a unit of a step and of anything longer has.
-DECODE_ROWS, UNITS, TILE_ROWS = 16, (8, 16), 64
+# The most query rows per KV head that a decode step has, what a unit of a step has, and, by padded head size, what one
+# of anything longer has at most.
+DECODE_ROWS, UNITS, PREFILL_ROWS = 16, (8, 16), {64: 128, 128: 128, 256: 64}
 QUANTIZED = [name for name in CASES if not name.startswith("plain")]
 PLAIN = [name for name in CASES if name.startswith("plain")]
 
@@ -27,8 +28,8 @@ def test_quantized(name: str, printed: dict[str, list[Fields]]) -> None:
     case = CASES[name]
     rows = case.seq * case.heads // case.kv_heads
     path = "PROMPT" if case.prompt else "DECODE" if rows <= DECODE_ROWS else "PREFILL"
-    unit = TILE_ROWS if path != "DECODE" else UNITS[rows > UNITS[0]]
     padded = next(size for size in (64, 128, 256) if case.head_size <= size)
+    unit = UNITS[rows > UNITS[0]] if path == "DECODE" else min(-(-rows // 16) * 16, PREFILL_ROWS[padded])
     assert len(printed[name]) == 1, printed[name]
     line = printed[name][0]
     kind = "bf16" if case.activation == "bfloat16" else "fp16"

@@ -26,6 +26,18 @@ __device__ __forceinline__ void StoreActivation(void* base, int64_t index, float
   }
 }
 
+// An activation's 16 bits as a float and back. Both conversions and a selection: a branch would keep loads apart.
+__device__ __forceinline__ float ActivationFromBits(uint16_t bits, ActivationType type) {
+  const float half = __half2float(__ushort_as_half(bits));
+  const float bfloat16 = __uint_as_float(static_cast<uint32_t>(bits) << 16);
+  return type == ActivationType::kHalf ? half : bfloat16;
+}
+
+__device__ __forceinline__ uint16_t ActivationToBits(float x, ActivationType type) {
+  return type == ActivationType::kHalf ? __half_as_ushort(__float2half_rn(x))
+                                       : __bfloat16_as_ushort(__float2bfloat16_rn(x));
+}
+
 // Element d of one row of D activations at position `position`, after rotary where p.cos_cache is set. row points at
 // the row's first element (row_offset elements from base). Each product is rounded before the sum: format.h.
 __device__ __forceinline__ float LoadRotated(const GqaParams& p, const void* base, int64_t row_offset, int d,

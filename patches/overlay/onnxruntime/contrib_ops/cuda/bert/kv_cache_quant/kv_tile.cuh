@@ -84,6 +84,7 @@ struct CacheRows {
   static __device__ __forceinline__ uint32_t NonFinite(uint32_t word) {
     return ((word & 0x7F7F7F7Fu) + 0x01010101u) & 0x80808080u;
   }
+  static __device__ __forceinline__ float NonFiniteValue(uint32_t, int) { return NAN; }
 };
 
 // Rows of activations.
@@ -116,6 +117,10 @@ struct ExactRows {
     constexpr uint32_t kExponent = kBFloat16 ? 0x7F807F80u : 0x7C007C00u;
     constexpr uint32_t kOne = kBFloat16 ? 0x00800080u : 0x04000400u;
     return ((word & kExponent) + kOne) & 0x80008000u;
+  }
+  // Of element i.
+  static __device__ __forceinline__ float NonFiniteValue(uint32_t word, int i) {
+    return ActivationFromBits(static_cast<uint16_t>(word >> (16 * i)), kType);
   }
 };
 

@@ -75,12 +75,13 @@ __device__ __forceinline__ void LayOutQuery(const GqaParams& p, int64_t past, in
   float sum = 0.0f;
   LoadQueryRows<Warp::kHeadSize, Warp::kWarpRows, Rows::kExact>(p, past, b, kv_head, first_row, rows, lane, store,
                                                                 &factor, &sum);
-  const int row = lane % Warp::kWarpRows;
-  constexpr float kLeast = 0x1p-126f;  // not 0, whose product with -inf is NaN
-  const float row_factor = factor * (fabsf(common) / Rows::kQueryUnit);
-  state->factor[row] = row_factor < kLeast ? kLeast : row_factor;
-  state->bias[row] = -Rows::kKeyBias * sum;
-  state->maximum[row] = kNoMaximum;
+  if (lane < Warp::kWarpRows) {
+    constexpr float kLeast = 0x1p-126f;  // not 0, whose product with -inf is NaN
+    const float row_factor = factor * (fabsf(common) / Rows::kQueryUnit);
+    state->factor[lane] = row_factor < kLeast ? kLeast : row_factor;
+    state->bias[lane] = -Rows::kKeyBias * sum;
+    state->maximum[lane] = kNoMaximum;
+  }
 #pragma unroll
   for (int i = 0; i < 2 * Warp::kRowTiles; ++i) state->denominator[lane][i] = 0.0f;
 }
@@ -147,8 +148,9 @@ __device__ __forceinline__ void PrefillBlock(const GqaParams& p, const GqaPlan& 
   LayOutQuery<Warp>(p, sequence.past, work.b, work.kv_head, first_row, valid_end,
                     reinterpret_cast<uint16_t*>(prefill_shared + warp_index * Shape::kWarpQueryBytes),
                     &rest->rows[warp_index]);
-  rest->rows[warp_index].position[lane % Shape::kWarpRows] =
-      first_row < valid_end ? attended(first_row + lane % Shape::kWarpRows).position : -1;
+  if (lane < Shape::kWarpRows) {
+    rest->rows[warp_index].position[lane] = first_row < valid_end ? attended(first_row + lane).position : -1;
+  }
   // Below every scale that matters: the first tile chooses.
   const int smallest = p.v.mode == KvScaleMode::kPerToken ? -126 : 0;
   if (!Rows::kExact) first_scales.Store(p, found.first_low, smallest, &rest->scales[0]);

@@ -263,7 +263,8 @@ struct PrefillWarp {
         raised = fmaxf(raised, __shfl_xor_sync(0xFFFFFFFFu, raised, 1));
         raised = fmaxf(raised, __shfl_xor_sync(0xFFFFFFFFu, raised, 2));
         raised = fmaxf(raised, maximum[m][h]);
-        const float shrink = Exp2(maximum[m][h] - raised);
+        // Not 0, whose product with Inf is NaN: SpoilSums comes before the first maximum.
+        const float shrink = fmaxf(Exp2(maximum[m][h] - raised), 0x1p-126f);
         maximum[m][h] = raised;
         if (ReadThread() % 4 == 0) state.maximum[16 * m + r + 8 * h] = raised;  // four lanes have the same
         state.denominator[ReadThread() % 32][2 * m + h] *= shrink;
@@ -395,7 +396,7 @@ struct PrefillWarp {
   }
 
   // For a tile of V in which Inf or NaN is to be replaced by 0, as 0 * NaN would reach rows that do not attend the
-  // token: makes the sums NaN that such an element belongs to.
+  // token: adds such elements to the sums that they belong to, whose weights do not matter.
   __device__ __forceinline__ void SpoilSums(const uint8_t* values, int32_t window, int tile) {
     const LanePlace at;
     Spans span;
@@ -415,7 +416,7 @@ struct PrefillWarp {
 #pragma unroll
             for (int i = 0; i < 2 * kColumnTiles; ++i) {
               float& sum = out[m][chunk * kColumnTiles + i % kColumnTiles][2 * h + i / kColumnTiles];
-              if ((found >> (Rows::kBits * (i + 1) - 1) & 1) != 0) sum = NAN;
+              if ((found >> (Rows::kBits * (i + 1) - 1) & 1) != 0) sum += Rows::NonFiniteValue(word, i);
             }
           }
         }

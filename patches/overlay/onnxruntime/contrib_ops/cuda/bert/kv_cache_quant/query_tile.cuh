@@ -11,18 +11,6 @@ namespace onnxruntime {
 namespace contrib {
 namespace kv_cache_quant {
 
-// An activation's 16 bits as a float and back. Both conversions and a selection: a branch would keep loads apart.
-__device__ __forceinline__ float ActivationFromBits(uint16_t bits, ActivationType type) {
-  const float half = __half2float(__ushort_as_half(bits));
-  const float bfloat16 = __uint_as_float(static_cast<uint32_t>(bits) << 16);
-  return type == ActivationType::kHalf ? half : bfloat16;
-}
-
-__device__ __forceinline__ uint16_t ActivationToBits(float x, ActivationType type) {
-  return type == ActivationType::kHalf ? __half_as_ushort(__float2half_rn(x))
-                                       : __bfloat16_as_ushort(__float2bfloat16_rn(x));
-}
-
 // 2^e for e in [-126, 127].
 __device__ __forceinline__ float PowerOfTwo(int e) { return __int_as_float((e + 127) << 23); }
 
