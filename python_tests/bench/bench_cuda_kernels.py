@@ -119,7 +119,7 @@ def measure(device: Device, timer: Timer, shape: Shape, arguments: argparse.Name
         row.us = layer_times(layers, timer, "gqa", arguments.rounds)
         # A decode step is one launch, two where it has more splits than a block merges.
         kernels: list[Kernel] = ["decode"] if plan.path == 0 else ["append", "prefill"]
-        if plan.splits > 1 and plan.counters == 0:
+        if plan.splits > 1 and plan.cluster == 1 and plan.counters == 0:
             kernels.append("merge")
         for kernel in kernels:
             row.parts[kernel] = float(np.median(layer_times(layers, timer, kernel, arguments.rounds)))

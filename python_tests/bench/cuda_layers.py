@@ -74,7 +74,7 @@ class Layers:
                 self._fill_side(side, 2 * layer + number)
             self.params.append(p)
         device = self.device
-        self.plan = device.make_plan(self.params[0], device.multiprocessors, device.compute_capability)
+        self.plan = device.make_plan(self.params[0], device.multiprocessors, device.compute_capability, device.clusters)
         workspace = self._allocate(self.plan.workspace_bytes)
         counters = self._put(np.zeros(self.plan.counters, np.uint32))
         for p in self.params:

@@ -6,6 +6,7 @@
 #include "contrib_ops/cuda/bert/kv_cache_quant/cache_row.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/codec.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode.cuh"
+#include "contrib_ops/cuda/bert/kv_cache_quant/decode_cluster.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode_inputs.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode_kernel.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode_launch.h"

@@ -64,7 +64,9 @@ class Call:
 
     def make_plan(self, multiprocessors: int) -> None:
         """Plan of the parameters as they are, its scratch poisoned, and its counters zero."""
-        self.plan: GqaPlan = self.device.make_plan(self.params, multiprocessors, self.device.compute_capability)
+        clusters = self.device.clusters if self.case.clusters else ()
+        capability = self.device.compute_capability
+        self.plan: GqaPlan = self.device.make_plan(self.params, multiprocessors, capability, clusters)
         for name in ("workspace", "counters"):
             if name in self.buffers:
                 self.buffers[name].close()

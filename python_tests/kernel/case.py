@@ -16,11 +16,14 @@ from python_tests.reference.half_attention import HalfName
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCase(Case):
-    """multiprocessors: what the plan is made for, so that one GPU runs every number of splits; 0: the GPU's own."""
+    """multiprocessors: what the plan is made for, so that one GPU runs every number of splits; 0: the GPU's own.
+    clusters: whether the plan may have any.
+    """
 
     activation: FloatName = "float16"
     half_products: bool = True
     multiprocessors: int = 0
+    clusters: bool = True
 
     @property
     def half(self) -> HalfName:

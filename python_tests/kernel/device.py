@@ -60,6 +60,9 @@ class Device(HostLibrary):
         compiled = ctypes.c_int()
         self.check(self.handle.kvq_compiled_for(ctypes.byref(compiled)), "attributes of a kernel")
         self.compute_capability: int = min(info.compute_capability, compiled.value)
+        clusters = (ctypes.c_int32 * (self.handle.kvq_max_cluster() + 1))()
+        self.check(self.handle.kvq_find_clusters(clusters), "clusters that fit the device")
+        self.clusters: list[int] = list(clusters)
         self.name: str = info.name.decode()
         self.l2_bytes: int = info.l2_bytes
 

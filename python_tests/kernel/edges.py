@@ -13,8 +13,8 @@ from python_tests.reference.half_attention import HalfName
 FORMATS = list(CacheDtype)
 HALVES: list[HalfName] = ["float16", "bfloat16"]
 GRANULARITIES = list(Granularity)[1:]
-# Around 8 and 16 rows of a matrix instruction, tiles of 32 and 64 tokens, and splits of 64 tokens and more.
-TOKENS = (1, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 1000)
+# Around 8 and 16 rows of a matrix instruction, tiles of 32 and 64 tokens, and splits of 128 tokens and more.
+TOKENS = (1, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000)
 HEAD_SIZES = (8, 16, 24, 40, 64, 72, 80, 88, 96, 128, 136, 192, 248, 256)
 # What a plan is made for: one multiprocessor leaves one or few splits, 132 as many as there are tokens for.
 MULTIPROCESSORS = (1, 2, 5, 132)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -61,7 +61,7 @@ class GqaPlan(ctypes.Structure):
         ("path", _I32),
         ("padded_head_size", _I32),
         ("whole_rows", ctypes.c_bool),
-        *((name, _I32) for name in ("unit_rows", "units_per_head", "splits", "counters")),
+        *((name, _I32) for name in ("unit_rows", "units_per_head", "splits", "cluster", "counters")),
         ("activation_vectors", ctypes.c_bool),
         *((name, _SIZE) for name in ("prompt_key_offset", "partial_out_offset", "partial_stats_offset")),
         ("workspace_bytes", _SIZE),
@@ -85,12 +85,19 @@ class HostLibrary:
             found[name.decode()] = (offset.value, size.value)
         return found
 
-    def make_plan(self, params: GqaParams, multiprocessors: int, compute_capability: int) -> GqaPlan:
-        """Raises ValueError with MakePlan's text where no kernel serves the call."""
+    def make_plan(
+        self, params: GqaParams, multiprocessors: int, compute_capability: int, clusters: Sequence[int] = ()
+    ) -> GqaPlan:
+        """Raises ValueError with MakePlan's text where no kernel serves the call.
+
+        clusters: [n] clusters of n blocks run at once, one block a multiprocessor; empty: the device has no clusters.
+        """
         plan, text = GqaPlan(), ctypes.create_string_buffer(512)
+        limits = (_I32 * (self.handle.kvq_max_cluster() + 1))(*clusters)
         made = self.handle.kvq_make_plan(
-            ctypes.byref(params), multiprocessors, compute_capability, ctypes.byref(plan), text, _SIZE(len(text))
-        )
+            ctypes.byref(params), multiprocessors, compute_capability, limits, ctypes.byref(plan), text,
+            _SIZE(len(text)),
+        )  # fmt: skip
         if not made:
             raise ValueError(text.value.decode())
         return plan

@@ -26,10 +26,11 @@ LENGTHS = [
 ]
 SPLITS = [
     KernelCase(
-        id=f"decode-mp{mp}-t{t}-{dtype}", dtype=dtype, totals=(t, max(1, t - 3)), total=700, capacity=700,
-        multiprocessors=mp,
+        id=f"decode-mp{mp}-clusters{clusters}-t{t}-{dtype}", dtype=dtype, totals=(t, max(1, t - 3)), total=700,
+        capacity=700, multiprocessors=mp, clusters=clusters,
     )
     for mp in MULTIPROCESSORS
+    for clusters in (True, False)
     for t in (1, 2, 63, 64, 65, 129, 191, 192, 193, 511, 512, 513, 699, 700)
     for dtype in FORMATS
 ]  # fmt: skip
@@ -143,7 +144,7 @@ def test_lists_reach_one_few_and_all_splits(device: Device) -> None:
                 seen.add(call.plan.splits)
     assert 1 in seen
     assert len(seen) >= 4
-    assert max(seen) >= 700 // 64
+    assert max(seen) >= 700 // 128
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

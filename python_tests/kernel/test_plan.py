@@ -26,6 +26,8 @@ from python_tests.kernel.params import (
 from python_tests.reference.format import CacheDtype, Granularity, row_bytes
 
 H200 = (132, 90)
+# Of an H200: [n] clusters of n blocks, one block a multiprocessor.
+CLUSTERS = (0, 0, 66, 39, 30, 20, 17, 15, 15)
 DEVICES = (H200, (1, 75), (16, 75), (40, 86), (68, 80), (108, 80), (128, 89), (148, 100), (170, 120))
 MEGABYTE = 10**6
 
@@ -168,11 +170,11 @@ def test_splits_fill_the_device(library: HostLibrary, device: tuple[int, int]) -
         assert 1 <= plan.splits <= 2048
         for capacity in (0, 1, 63, 64, 65, 1000):
             p.capacity = capacity
-            assert 1 <= library.make_plan(p, *device).splits <= max(1, -(-capacity // 64))
+            assert 1 <= library.make_plan(p, *device).splits <= max(1, -(-capacity // 128))
 
 
 def test_who_merges(library: HostLibrary) -> None:
-    """The decode kernel itself, with a counter for every unit, up to 64 splits; else the merge kernel."""
+    """Without clusters: the decode kernel up to 32 splits, with a counter for every unit; else the merge kernel."""
     for kv_heads, batch, capacity, counters in (
         (8, 1, 131_072, 8),
         (8, 16, 131_072, 128),
@@ -182,9 +184,30 @@ def test_who_merges(library: HostLibrary) -> None:
         plan = library.make_plan(call(kv_heads=kv_heads, batch=batch, capacity=capacity), *H200)
         assert plan.splits > 1
         assert plan.counters == counters
-        assert (plan.splits <= 64) == (counters > 0)
-    assert library.make_plan(call(capacity=64), *H200).counters == 0
+        assert plan.cluster == 1
+        assert (plan.splits <= 32) == (counters > 0)
+    assert library.make_plan(call(capacity=128), *H200).counters == 0
     assert library.make_plan(call(seq=64), *H200).counters == 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "capacity", "cluster"),
+    [(1, 1024, 8), (1, 1025, 1), (1, 896, 7), (1, 128, 1), (16, 131_072, 2), (1, 8192, 1)],
+)
+def test_clusters(library: HostLibrary, batch: int, capacity: int, cluster: int) -> None:
+    """Up to 8 splits are a cluster, without scratch or counters, where all clusters run at once."""
+    plan = library.make_plan(call(batch=batch, capacity=capacity), *H200, CLUSTERS)
+    assert plan.cluster == cluster
+    if cluster > 1:
+        assert plan.splits == cluster
+        assert plan.workspace_bytes == plan.counters == 0
+        few = [n if blocks != cluster else 0 for blocks, n in enumerate(CLUSTERS)]
+        other = library.make_plan(call(batch=batch, capacity=capacity), *H200, few)
+        assert (other.cluster, other.splits) == (1, cluster)
+        assert other.counters == batch * 8
+    # 16 query rows leave room for one block a multiprocessor.
+    assert library.make_plan(call(batch=8, seq=4, capacity=1024), *H200, CLUSTERS).splits == 2
+    assert library.make_plan(call(seq=64, capacity=1024), *H200, CLUSTERS).cluster == 1
 
 
 def test_activation_vectors(library: HostLibrary) -> None:

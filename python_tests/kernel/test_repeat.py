@@ -175,16 +175,16 @@ def test_replay_from_5_to_262144(dtype: CacheDtype, device: Device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "multiprocessors", "kernels"),
-    [(8, 1, 1), (8, 132, 1), (1, 132, 2)],
-    ids=["one split", "merged in place", "merge kernel"],
+    ("heads", "multiprocessors", "capacity", "kernels"),
+    [(8, 1, 8192, 1), (8, 132, 8192, 1), (8, 132, 1024, 1), (1, 132, 8192, 2)],
+    ids=["one split", "merged in place", "merged in clusters", "merge kernel"],
 )
-def test_graph_has_kernels_only(heads: int, multiprocessors: int, kernels: int, device: Device) -> None:
+def test_graph_has_kernels_only(heads: int, multiprocessors: int, capacity: int, kernels: int, device: Device) -> None:
     """A step is one kernel, with many splits two, and with separate buffers a copy more; no memsets, no host nodes."""
     for in_place in (True, False):
         case = KernelCase(
-            id=f"nodes-{heads}-{multiprocessors}-{in_place}", heads=heads, kv_heads=heads, totals=(40,), total=64,
-            capacity=8192, in_place=in_place, multiprocessors=multiprocessors,
+            id=f"nodes-{heads}-{multiprocessors}-{capacity}-{in_place}", heads=heads, kv_heads=heads, totals=(40,),
+            total=64, capacity=capacity, in_place=in_place, multiprocessors=multiprocessors,
         )  # fmt: skip
         past = make_past(case)
         present = None if in_place else make_past(case)

@@ -7,6 +7,8 @@ With exact allocations each array ends where its memory ends, so that an over-re
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from python_tests.kernel.case import KernelCase
@@ -17,20 +19,27 @@ from python_tests.reference.format import CacheDtype, Granularity
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitizer]
 
-# Padded heads of each size with and without padding, 8 and 16 decode rows, one split and many.
+# Padded heads of each size with and without padding, 8 and 16 decode rows. One split; few, which the last block merges,
+# or a cluster; and many, for the merge kernel.
+MERGES: dict[str, dict[str, Any]] = {
+    "one-split": {"multiprocessors": 1},
+    "last-block": {"multiprocessors": 132, "clusters": False},
+    "cluster": {"multiprocessors": 132, "window": 140},
+    "merge-kernel": {"multiprocessors": 132, "capacity": 4500, "total": 4500, "window": 140},
+}
 DECODE = [
     KernelCase(
-        id=f"sanitizer-decode-{dtype}-d{d}-s{s}-mp{mp}", dtype=dtype, head_size=d, seq=s, totals=(70, 9), capacity=80,
-        heads=4, kv_heads=1, multiprocessors=mp, rotary="half", window=-1 if mp == 1 else 40,
+        id=f"sanitizer-decode-{dtype}-d{d}-s{s}-{name}", dtype=dtype, head_size=d, seq=s, totals=(270, 9), heads=4,
+        kv_heads=1, rotary="half", **{"capacity": 300, "total": 300} | merge,
     )
     for dtype in FORMATS
     for d in (24, 64, 72, 128, 136, 256)
     for s in (1, 4)
-    for mp in (1, 132)
+    for name, merge in MERGES.items()
 ]  # fmt: skip
 PREFILL = [
     KernelCase(
-        id=f"sanitizer-prefill-{dtype}-d{d}-mp{mp}", dtype=dtype, head_size=d, seq=18, totals=(70, 19), capacity=80,
+        id=f"sanitizer-prefill-{dtype}-d{d}-mp{mp}", dtype=dtype, head_size=d, seq=18, totals=(270, 19), capacity=300,
         heads=4, kv_heads=1, multiprocessors=mp, rotary="interleaved", window=-1 if mp == 1 else 40, sink=True,
     )
     for dtype in FORMATS

@@ -19,7 +19,7 @@ from python_tests.reference.format import CacheDtype, Granularity
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitizer]
 TENSOR, CHANNEL, TOKEN = list(Granularity)[1:]
 # Capacity 200 has splits, 40 has none.
-SPLIT: dict[str, Any] = {"capacity": 200, "total": 200, "totals": (130, 3)}
+SPLIT: dict[str, Any] = {"capacity": 300, "total": 300, "totals": (270, 3)}
 WHOLE: dict[str, Any] = {"capacity": 40, "total": 40, "totals": (17, 3)}
 HEADS: dict[str, Any] = {"heads": 4, "kv_heads": 1}
 STATIC: dict[str, Any] = {"k_quant": CHANNEL, "v_quant": CHANNEL}

@@ -75,6 +75,7 @@ const Field kFields[] = {
     KVQ_FIELD(GqaPlan, unit_rows),
     KVQ_FIELD(GqaPlan, units_per_head),
     KVQ_FIELD(GqaPlan, splits),
+    KVQ_FIELD(GqaPlan, cluster),
     KVQ_FIELD(GqaPlan, counters),
     KVQ_FIELD(GqaPlan, activation_vectors),
     KVQ_FIELD(GqaPlan, prompt_key_offset),
@@ -98,12 +99,15 @@ const char* kvq_field(int index, size_t* offset, size_t* size) {
   return kFields[index].name;
 }
 
-// 1 and *plan, or 0 and the reason in error (error_size bytes, cut where it is longer).
-int kvq_make_plan(const kvq::GqaParams* params, int multiprocessors, int compute_capability, kvq::GqaPlan* plan,
-                  char* error, size_t error_size) {
+int kvq_max_cluster() { return kvq::kMaxCluster; }
+
+// clusters: (kMaxCluster + 1), DeviceLimits'. 1 and *plan, or 0 and the reason in error (error_size bytes, cut where it is longer).
+int kvq_make_plan(const kvq::GqaParams* params, int multiprocessors, int compute_capability, const int32_t* clusters,
+                  kvq::GqaPlan* plan, char* error, size_t error_size) {
   kvq::DeviceLimits device;
   device.multiprocessors = multiprocessors;
   device.compute_capability = compute_capability;
+  std::memcpy(device.clusters, clusters, sizeof(device.clusters));
   std::string text;
   const bool made = kvq::MakePlan(*params, device, plan, &text);
   std::strncpy(error, text.c_str(), error_size - 1);

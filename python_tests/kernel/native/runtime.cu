@@ -95,6 +95,10 @@ int kvq_graph_launch(cudaGraphExec_t executable, cudaStream_t stream) { return c
 int kvq_graph_destroy(cudaGraphExec_t executable) { return cudaGraphExecDestroy(executable); }
 
 int kvq_find_device_code() { return kvq::FindDeviceCode(); }
+// clusters: (kMaxCluster + 1).
+int kvq_find_clusters(int32_t* clusters) {
+  return kvq::FindClusters(*reinterpret_cast<int32_t (*)[kvq::kMaxCluster + 1]>(clusters));
+}
 int kvq_launch_gqa(const kvq::GqaParams* p, const kvq::GqaPlan* plan, cudaStream_t stream) {
   return kvq::LaunchGqa(*p, *plan, stream);
 }

@@ -65,15 +65,20 @@ struct SequenceState {
   bool valid;
 };
 
-__device__ __forceinline__ SequenceState LoadSequence(const GqaParams& p, int64_t b) {
+// last: the entry's seqlens_k.
+__device__ __forceinline__ SequenceState SequenceOf(const GqaParams& p, int32_t last) {
   SequenceState q;
-  q.total = static_cast<int64_t>(p.seqlens_k[b]) + 1;
+  q.total = static_cast<int64_t>(last) + 1;
   q.past = p.is_prompt ? 0 : q.total - p.sequence_length;
   const int64_t limit = p.is_prompt ? p.sequence_length : p.capacity;
   q.valid = q.total >= 0 && q.total <= limit && q.past >= 0 && q.past <= p.past_capacity;
   if (p.cos_cache != nullptr && q.total > p.rotary_rows) q.valid = false;
   q.rows = static_cast<int32_t>(p.is_prompt ? q.total : p.sequence_length);
   return q;
+}
+
+__device__ __forceinline__ SequenceState LoadSequence(const GqaParams& p, int64_t b) {
+  return SequenceOf(p, p.seqlens_k[b]);
 }
 
 // Scale of the token in cache row `row` (units of rows of present) on a PER_TOKEN side.

@@ -3,7 +3,8 @@
 // Attention of up to 16 query rows (S x G) of one KV head over the quantized cache.
 //
 // grid    units * splits blocks in x; unit = b * Hkv + h. A block owns one split of one unit's tokens, the new rows of
-//         the cache among them, and where it is the last one of its unit to end, the unit's output.
+//         the cache among them, and of the unit's output: in a cluster, which is a unit, a slice; else all of it where
+//         it is the last one of its unit to end.
 // block   8 warps, 4 for D 256. A warp owns every eighth (fourth) tile of 16 tokens (32 of int4) of the split and all
 //         query rows; the warps' results are added at the end.
 // shared  query rows as operands, new rows, the warps' statistics and accumulators: 42 KB at most.
@@ -399,9 +400,9 @@ struct DecodeWarp {
     }
   }
 
-  // Head element of the i-th element of a lane's part of V.
-  __device__ __forceinline__ int ElementOf(int i) const {
-    return Shape::Element(Shape::ValueOffset(i / Shape::kElements, r)) + i % Shape::kElements;
+  // Head element of the i-th element of the part of V of the lanes 4 * lane_row + c.
+  static __device__ __forceinline__ int ElementOf(int i, int lane_row) {
+    return Shape::Element(Shape::ValueOffset(i / Shape::kElements, lane_row)) + i % Shape::kElements;
   }
 
   // Starts the loads of the first tile that is this warp's.

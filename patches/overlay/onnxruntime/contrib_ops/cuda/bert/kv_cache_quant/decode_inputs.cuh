@@ -27,22 +27,45 @@ struct QueryRows {
   float sum[8 * kRowTiles];                     // of the row times KeyUnit, what KeyBias is multiplied by
 };
 
+// First element of row `row` of the s * G + g rows of (b, kv_head), and its token.
+struct QueryRowPlace {
+  int64_t offset;
+  int s;
+  __device__ __forceinline__ QueryRowPlace(const GqaParams& p, int64_t b, int kv_head, int row)
+      : s(p.sequence_length == 1 ? 0 : row / p.group_size) {
+    const int head = kv_head * p.group_size + row - s * p.group_size;
+    offset = (b * p.sequence_length + s) * p.query_stride + static_cast<int64_t>(head) * p.head_size;
+  }
+};
+
+// A lane's part of that row as it lies in memory, on its way before anything else of the row is; nothing without
+// `vectors` (plan.activation_vectors).
+template <int kHeadSize>
+__device__ __forceinline__ LaneWords<kHeadSize / 32> LoadQueryWords(const GqaParams& p, int64_t b, int kv_head, int row,
+                                                                    int rows, int lane, bool vectors) {
+  if (!vectors || row >= rows) return {};
+  constexpr int kElements = kHeadSize / 32;
+  return LoadLaneWords<kElements>(p, p.query, QueryRowPlace(p, b, kv_head, row).offset, lane * kElements, true);
+}
+
 // Row `row` of the s * G + g rows of (b, kv_head), of which there are `rows`; zeros from there on. After rotary, times
-// K's PER_CHANNEL scale, times a power of two that brings the largest element to [0.5, 1). vectors:
-// plan.activation_vectors.
+// K's PER_CHANNEL scale, times a power of two that brings the largest element to [0.5, 1). words: LoadQueryWords'.
 template <typename Shape, KvFormat kFormat, int kRowTiles, int kHeadSize>
 __device__ __forceinline__ void LayOutQueryRow(const GqaParams& p, int64_t b, int kv_head, int row, int rows,
                                                int64_t past, int lane, bool vectors,
+                                               const LaneWords<kHeadSize / 32>& words,
                                                QueryRows<kRowTiles, kHeadSize>& query) {
   using FormatCodec = Codec<kFormat>;
   constexpr int kElements = kHeadSize / 32;  // of a lane
   float x[kElements] = {};
   float factor = 0.0f;
   if (row < rows) {
-    const int s = p.sequence_length == 1 ? 0 : row / p.group_size;
-    const int head = kv_head * p.group_size + row - s * p.group_size;
-    const int64_t offset = (b * p.sequence_length + s) * p.query_stride + static_cast<int64_t>(head) * p.head_size;
-    LoadLaneRow(p, p.query, offset, past + s, lane, true, vectors, x);
+    const QueryRowPlace place(p, b, kv_head, row);
+    if (vectors) {
+      UnpackRotated(p, words, lane * kElements, past + place.s, true, x);
+    } else {
+      LoadLaneRow(p, p.query, place.offset, past + place.s, lane, true, false, x);
+    }
     factor = p.scale * kLog2E;
     if (p.k.mode == KvScaleMode::kPerTensor) factor *= p.k.static_scale[0];
     if (p.k.mode == KvScaleMode::kPerChannel) {
@@ -69,8 +92,8 @@ __device__ __forceinline__ void LayOutQueryRow(const GqaParams& p, int64_t b, in
     const __half stored = __float2half_rn(x[i] * (kQueryUnit / unit));
     sum += __half2float(stored) * unit;
     const int at = (first + i / Shape::kElements) * Shape::kElements + FormatCodec::KeyPlace(e);  // in halves
-    auto* const words = reinterpret_cast<__half*>(&query.words[row / 8][at / 8][row % 8 * 4 + quarter]);
-    words[at % 8] = stored;
+    auto* const to = reinterpret_cast<__half*>(&query.words[row / 8][at / 8][row % 8 * 4 + quarter]);
+    to[at % 8] = stored;
   }
 #pragma unroll
   for (int mask = 1; mask < 32; mask *= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, mask);

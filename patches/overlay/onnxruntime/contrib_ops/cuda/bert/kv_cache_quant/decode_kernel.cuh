@@ -6,6 +6,7 @@
 #pragma once
 
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode.cuh"
+#include "contrib_ops/cuda/bert/kv_cache_quant/decode_cluster.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode_inputs.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode_merge.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/kernel_launch.cuh"
@@ -20,7 +21,9 @@ struct DecodeBlockShared {
   static constexpr int kWarps = kThreads / 32;
   alignas(16) float maximum[kRows][kWarps];
   alignas(16) float denominator[kRows][kWarps];
-  float4 sums[kThreads * kHeadSize / 16];  // accumulators of 8 rows, (warp, quad, lane); then PartMerge's
+  alignas(16) float norm[kWarps];
+  float2 stats[kRows];                     // the block's, for ClusterMerge
+  float4 sums[kThreads * kHeadSize / 16];  // accumulators of 8 rows, (warp, quad, lane); then what merges need
 };
 
 // NaN for all rows of an entry whose lengths do not fit.
@@ -40,101 +43,115 @@ __device__ __forceinline__ float Largest(const float (&x)[kCount]) {
   return top;
 }
 
-template <int kCount>
-__device__ __forceinline__ float Total(const float (&x)[kCount]) {
-  float sum = x[0];
+// A row's numerators, four elements, of all warps: relative to the row's maximum.
+template <typename Warp, typename Shared>
+__device__ __forceinline__ RowPart AddWarps(const Shared& shared, int row, int quad, int lane) {
+  RowPart part;
+  part.maximum = Largest(shared.maximum[row]);
+  const float reference = part.maximum == -INFINITY ? 0.0f : part.maximum;
 #pragma unroll
-  for (int i = 1; i < kCount; ++i) sum += x[i];
-  return sum;
+  for (int w = 0; w < Shared::kWarps; ++w) {
+    // A warp without tokens has zeros, and a factor of 0; so has nothing of it to be NaN.
+    const float shrink = Exp2(shared.maximum[row][w] - reference);
+    part.denominator += shared.denominator[row][w] * shrink;
+    const float factor = shrink * shared.norm[w];
+    const float4 x = shared.sums[(w * Warp::Shape::kElementTiles + quad) * 32 + lane];
+    part.sum.x += x.x * factor;
+    part.sum.y += x.y * factor;
+    part.sum.z += x.z * factor;
+    part.sum.w += x.w * factor;
+  }
+  return part;
 }
 
-// Adds the warps' results of row tile n, which all refer to the rows' common maxima, and writes them: finished, or as
-// the partial results of a split.
-template <typename Warp, typename Shared>
-__device__ __forceinline__ void WriteRowTile(const GqaParams& p, const GqaPlan& plan, const Warp& warp,
-                                             const Shared& shared, int n, int64_t b, int kv_head, int64_t unit,
-                                             int split, int rows, bool finished) {
-  constexpr int kQuads = Warp::Shape::kElementTiles;  // float4 of one lane: 4 elements of one of its two rows
-  constexpr int kHeadSize = Warp::Shape::kElementTiles * 16;
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 0; i < (kQuads + Shared::kWarps - 1) / Shared::kWarps; ++i) {
-    const int quad = threadIdx.x / 32 + i * Shared::kWarps;
-    if (quad >= kQuads) break;
-    const int row = 8 * n + 2 * warp.c + quad % 2;
-    if (row >= rows) continue;
-    float x[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-    for (int w = 0; w < Shared::kWarps; ++w) {
-      const float4 part = shared.sums[(w * kQuads + quad) * 32 + lane];
-      x[0] += part.x;
-      x[1] += part.y;
-      x[2] += part.z;
-      x[3] += part.w;
-    }
-    const int d = warp.ElementOf(quad / 2 * 4);
-    if (!finished) {
-      const int64_t at = PartialRow(plan, unit, split, row);
-      reinterpret_cast<float4*>(p.partial_out)[(at * kHeadSize + d) / 4] = make_float4(x[0], x[1], x[2], x[3]);
-      if (d == 0) p.partial_stats[at] = make_float2(Largest(shared.maximum[row]), Total(shared.denominator[row]));
-      continue;
-    }
-    const int s = p.sequence_length == 1 ? 0 : row / p.group_size;
-    const int head = kv_head * p.group_size + row - s * p.group_size;
-    const float sink = SinkLog2(p, head);
-    const float own = Largest(shared.maximum[row]);
-    const float top = fmaxf(own, sink);
-    const float inverse =
-        __fdividef(Exp2(own - top), Total(shared.denominator[row]) * Exp2(own - top) + Exp2(sink - top));
-    const int64_t at = OutputRow(p, b, s, head);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if (d + e >= p.head_size) break;
-      StoreActivation(p.output, at + d + e, x[e] * inverse * StaticValueScale(p, kv_head, d + e), p.activation);
-    }
-  }
-}
+enum class DecodeResult { kOutput,
+                          kPartial,    // of a split, in memory
+                          kCluster };  // likewise, in shared memory
 
 // The block's results from those of its warps.
 template <typename Warp, typename Shared>
 __device__ __forceinline__ void WriteRows(const GqaParams& p, const GqaPlan& plan, const Warp& warp, Shared& shared,
-                                          int64_t b, int kv_head, int64_t unit, int split, int rows, bool finished) {
-  constexpr int kQuads = Warp::Shape::kElementTiles;
-  constexpr int kRowTiles = Warp::Shape::kRows / 8;
+                                          int64_t b, int kv_head, int64_t unit, int split, int rows,
+                                          DecodeResult result) {
+  using Shape = typename Warp::Shape;
+  constexpr int kQuads = Shape::kElementTiles;  // float4 of one lane: 4 elements of one of its two rows
+  constexpr int kHeadSize = Shape::kElementTiles * 16;
+  constexpr int kRowTiles = Shape::kRows / 8;
+  constexpr int kWarpQuads = (kQuads + Shared::kWarps - 1) / Shared::kWarps;
   const int warp_index = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int n = 0; n < kRowTiles; ++n) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      if (warp.r == 0) shared.maximum[8 * n + 2 * warp.c + e][warp_index] = warp.maximum[n][e];
+      if (warp.r != 0) continue;
+      shared.maximum[8 * n + 2 * warp.c + e][warp_index] = warp.maximum[n][e];
+      shared.denominator[8 * n + 2 * warp.c + e][warp_index] = warp.denominator[n][e];
     }
   }
-  __syncthreads();
+  if (lane == 0) shared.norm[warp_index] = warp.v_norm;
+  float4 kept[kRowTiles][kWarpQuads];  // for the cluster, whose place is that of the warps' sums
 #pragma unroll
   for (int n = 0; n < kRowTiles; ++n) {
     if (n > 0) __syncthreads();  // the sums of the tile before are no longer needed
-    float factor[2];
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int row = 8 * n + 2 * warp.c + e;
-      const float top = Largest(shared.maximum[row]);
-      const float shrink = Exp2(warp.maximum[n][e] - (top == -INFINITY ? 0.0f : top));
-      if (warp.r == 0) shared.denominator[row][warp_index] = warp.denominator[n][e] * shrink;
-      // A warp without tokens has zeros, and a factor of 0; so has nothing of it to be NaN.
-      factor[e] = shrink * warp.v_norm;
-    }
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
       const int i = quad / 2 * 2;
       const int e = quad % 2;
       shared.sums[(warp_index * kQuads + quad) * 32 + lane] =
-          make_float4(warp.out[n][i][e] * factor[e], warp.out[n][i][2 + e] * factor[e],
-                      warp.out[n][i + 1][e] * factor[e], warp.out[n][i + 1][2 + e] * factor[e]);
+          make_float4(warp.out[n][i][e], warp.out[n][i][2 + e], warp.out[n][i + 1][e], warp.out[n][i + 1][2 + e]);
     }
     __syncthreads();
-    WriteRowTile(p, plan, warp, shared, n, b, kv_head, unit, split, rows, finished);
+#pragma unroll
+    for (int i = 0; i < kWarpQuads; ++i) {
+      const int quad = warp_index + i * Shared::kWarps;
+      const int row = 8 * n + 2 * warp.c + quad % 2;
+      if (quad >= kQuads || row >= rows) continue;
+      const RowPart part = AddWarps<Warp>(shared, row, quad, lane);
+      const int d = Warp::ElementOf(quad / 2 * 4, warp.r);
+      const float2 stats = make_float2(part.maximum, part.denominator);
+      if (result == DecodeResult::kCluster) {
+        kept[n][i] = part.sum;
+        if (d == 0) shared.stats[row] = stats;
+      } else if (result == DecodeResult::kPartial) {
+        const int64_t at = PartialRow(plan, unit, split, row);
+        reinterpret_cast<float4*>(p.partial_out)[(at * kHeadSize + d) / 4] = part.sum;
+        if (d == 0) p.partial_stats[at] = stats;
+      } else {
+        WriteRowPart(p, b, kv_head, row, d, part);
+      }
+    }
   }
+  if (result != DecodeResult::kCluster) return;
+  if (kRowTiles > 1) __syncthreads();  // with one tile, who writes a place is the only one that has read it
+#pragma unroll
+  for (int i = 0; i < kRowTiles * kWarpQuads; ++i) {
+    const int quad = warp_index + i % kWarpQuads * Shared::kWarps;
+    if (quad < kQuads) shared.sums[(i / kWarpQuads * kQuads + quad) * 32 + lane] = kept[i / kWarpQuads][i % kWarpQuads];
+  }
+}
+
+// Has what the first tiles of a split need on its way to L2 while the kernel before ends: rows `row` on of the cache,
+// of which that kernel may still write some, as L2 does not mind. One thread each of four warps.
+template <typename Shape>
+__device__ __forceinline__ void PrefetchTiles(const GqaParams& p, int64_t row, int64_t tokens) {
+#if __CUDA_ARCH__ >= 900
+  const int part = static_cast<int>(threadIdx.x) / 32;
+  if (threadIdx.x % 32 != 0 || part >= 4) return;
+  constexpr int64_t kTokens = Shape::kWarps * Shape::kTileTokens;
+  const auto count = static_cast<int>(min(tokens, kTokens));
+  const KvSide& side = part % 2 == 0 ? p.k : p.v;
+  const int scale_bytes = side.token_scale_is_half ? 2 : 4;
+  const int bytes = part < 2 ? Shape::kRowBytes : side.mode == KvScaleMode::kPerToken ? scale_bytes
+                                                                                      : 0;
+  const auto* const base = part < 2 ? side.codes : static_cast<const uint8_t*>(side.token_scale);
+  // Whole pieces of 16 bytes, which is what the instruction takes.
+  const uint64_t begin = (reinterpret_cast<uint64_t>(base) + row * bytes + 15) & ~uint64_t{15};
+  const uint64_t end = (reinterpret_cast<uint64_t>(base) + (row + count) * bytes) & ~uint64_t{15};
+  if (begin >= end) return;
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(begin), "r"(static_cast<uint32_t>(end - begin))
+               : "memory");
+#endif
 }
 
 template <KvFormat kFormat, int kHeadSize, bool kWholeRows, int kRowTiles>
@@ -148,7 +165,6 @@ __global__ void __launch_bounds__(DecodeShape<kFormat, kHeadSize, kWholeRows, kR
   __shared__ typename Warp::Tiles::New new_rows;
   __shared__ DecodeBlockShared<kRows, kHeadSize, Shape::kThreads> shared;
 
-  AllowNextKernel();
   const uint32_t unit = blockIdx.x / static_cast<uint32_t>(plan.splits);
   const auto split = static_cast<int>(blockIdx.x - unit * static_cast<uint32_t>(plan.splits));
   const uint32_t b = unit / static_cast<uint32_t>(p.kv_num_heads);
@@ -156,51 +172,73 @@ __global__ void __launch_bounds__(DecodeShape<kFormat, kHeadSize, kWholeRows, kR
   const int warp_index = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int rows = p.sequence_length * p.group_size;
+  const bool in_cluster = plan.cluster > 1;
   const bool merges = plan.counters != 0;
   // The parameters' way into the constant cache is as long as one to memory; it overlaps the kernel before.
   asm volatile("" ::"r"(p.batch_size), "l"(p.query), "l"(p.cos_cache), "f"(p.scale), "l"(p.k.codes), "l"(p.v.codes),
                "l"(p.v.past_token_scale), "l"(p.counters), "r"(plan.path), "l"(plan.workspace_bytes));
+  const auto range_of = [&](const SequenceState& q) {
+    return SplitRange(q.past, q.total - 1, p.local_window_size, split, plan.splits, Shape::kTileTokens,
+                      kMinSplitTokens);
+  };
+  // Lengths that the kernel before may still write: good enough for what a wrong guess does no harm to.
+  if (kWholeRows) {
+    const SequenceState guess = LoadSequence(p, b);
+    const int64_t begin = range_of(guess).begin;
+    if (guess.valid) PrefetchTiles<Shape>(p, unit * p.capacity + begin, min(range_of(guess).end, guess.past) - begin);
+  }
   WaitForPreviousKernel();
-  const SequenceState sequence = LoadSequence(p, b);
+  const SequenceState sequence = SequenceOf(p, __ldcg(p.seqlens_k + b));
+  auto words = LoadQueryWords<kHeadSize>(p, b, kv_head, warp_index, rows, lane, plan.activation_vectors);
+  const TokenRange range = range_of(sequence);
   if (!sequence.valid) {
-    if (split == 0 && (merges || plan.splits == 1)) WriteNanRows(p, b, kv_head, rows);
+    if (split == 0 && (plan.splits == 1 || in_cluster || merges)) WriteNanRows(p, b, kv_head, rows);
     return;
   }
-  const TokenRange range = SplitRange(sequence.past, sequence.total - 1, p.local_window_size, split, plan.splits,
-                                      Shape::kTileTokens, kMinSplitTokens);
   if (range.begin >= range.end) {
-    if (!merges && threadIdx.x < static_cast<unsigned>(rows)) {
+    if (!in_cluster && !merges && threadIdx.x < static_cast<unsigned>(rows)) {
       p.partial_stats[PartialRow(plan, unit, split, threadIdx.x)] = make_float2(-INFINITY, 0.0f);
     }
+    if (!in_cluster) return;  // else its slice is left to merge
+  } else {
+    // The first loads of the cache go out before everything else that takes time.
+    const int count = static_cast<int>(range.end - range.begin);
+    const int old = static_cast<int>(min(max(sequence.past - range.begin, int64_t{0}), static_cast<int64_t>(count)));
+    Warp warp(p, lane, static_cast<int64_t>(unit) * p.capacity + range.begin, count, old, new_rows,
+              &query.words[0][0][0]);
+    const int tile = warp_index * Shape::kTileTokens;
+    warp.Begin(tile);
+
+    // New rows begin with the warp that has the last query row, if any.
+#pragma unroll 1
+    for (int job = Shape::kWarps - 1 - warp_index; job < 2 * (count - old); job += Shape::kWarps) {
+      const int64_t position = range.begin + old + job / 2;
+      AppendNewRow(p, b, kv_head, static_cast<int>(position - sequence.past), position, job % 2, job / 2, lane,
+                   plan.activation_vectors, new_rows);
+    }
+#pragma unroll 1
+    for (int row = warp_index; row < kRows; row += Shape::kWarps) {
+      LayOutQueryRow<Shape, kFormat>(p, b, kv_head, row, rows, sequence.past, lane, plan.activation_vectors, words,
+                                     query);
+      words = LoadQueryWords<kHeadSize>(p, b, kv_head, row + Shape::kWarps, rows, lane, plan.activation_vectors);
+    }
+    __syncthreads();
+    warp.SetRows(query.factor, query.sum, sequence.past - range.begin);
+    warp.Run(tile);
+    const bool finished = plan.splits == 1 || (merges && range.parts == 1);
+    // A merge through memory is quicker without the next kernel's blocks and what they prefetch.
+    if (!merges || finished) AllowNextKernel();
+    WriteRows(p, plan, warp, shared, b, kv_head, unit, split, rows,
+              in_cluster ? DecodeResult::kCluster : finished ? DecodeResult::kOutput
+                                                             : DecodeResult::kPartial);
+    if (finished && !in_cluster) return;
+  }
+  if (in_cluster) {
+    ClusterMerge<Warp>::Run(p, b, kv_head, plan.cluster, split, range.parts, rows, shared.sums, shared.stats);
     return;
   }
-
-  // The first loads of the cache go out before everything else that takes time.
-  const int count = static_cast<int>(range.end - range.begin);
-  const int old = static_cast<int>(min(max(sequence.past - range.begin, int64_t{0}), static_cast<int64_t>(count)));
-  Warp warp(p, lane, static_cast<int64_t>(unit) * p.capacity + range.begin, count, old, new_rows,
-            &query.words[0][0][0]);
-  const int tile = warp_index * Shape::kTileTokens;
-  warp.Begin(tile);
-
-  // New rows begin with the warp that has the last query row, if any.
-#pragma unroll 1
-  for (int job = Shape::kWarps - 1 - warp_index; job < 2 * (count - old); job += Shape::kWarps) {
-    const int64_t position = range.begin + old + job / 2;
-    AppendNewRow(p, b, kv_head, static_cast<int>(position - sequence.past), position, job % 2, job / 2, lane,
-                 plan.activation_vectors, new_rows);
-  }
-#pragma unroll 1
-  for (int row = warp_index; row < kRows; row += Shape::kWarps) {
-    LayOutQueryRow<Shape, kFormat>(p, b, kv_head, row, rows, sequence.past, lane, plan.activation_vectors, query);
-  }
-  __syncthreads();
-  warp.SetRows(query.factor, query.sum, sequence.past - range.begin);
-  warp.Run(tile);
-
-  const bool finished = plan.splits == 1 || (merges && range.parts == 1);
-  WriteRows(p, plan, warp, shared, b, kv_head, unit, split, rows, finished);
-  if (finished || !merges) return;
+  if (!merges) return;
+  AllowNextKernel();
   if (!IsLastOfUnit(p.counters + unit, range.parts)) return;
   PartMerge<kHeadSize, Shape::kThreads>::Run(p, plan, unit, b, kv_head, range.parts, rows, shared.sums);
 }
@@ -211,8 +249,8 @@ cudaError_t LaunchDecodeKernel(const GqaParams& p, const GqaPlan& plan, cudaStre
   using Shape = DecodeShape<kFormat, kHeadSize, kWholeRows, kRowTiles>;
   if (plan.counters != 0 && p.counters == nullptr) return cudaErrorInvalidValue;
   const int64_t blocks = static_cast<int64_t>(p.batch_size) * p.kv_num_heads * plan.splits;
-  return LaunchOverlapping(DecodeKernel<kFormat, kHeadSize, kWholeRows, kRowTiles>, blocks, Shape::kThreads, 0, stream,
-                           p, plan);
+  return LaunchOverlapping(DecodeKernel<kFormat, kHeadSize, kWholeRows, kRowTiles>, blocks, plan.cluster,
+                           Shape::kThreads, 0, stream, p, plan);
 }
 
 template <KvFormat kFormat, int kHeadSize>

@@ -34,31 +34,23 @@ struct PartMerge {
   static constexpr int kLaneParts = 32 / kRowLanes;
   static constexpr int kVectors = kQuads / kRowLanes;
   static constexpr int kReads = 8 / kVectors;  // parts whose numerators are on their way together
-  static constexpr int kStats = kMaxMergeSplits / 32;
+  static_assert(kMaxMergeSplits <= 32, "a lane has the statistics of a part");
   static constexpr int kWarps = kThreads / 32;
   static constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
-  // weight <- of parts lane + 32 i of the row whose first statistics are given, over the denominator; negative: a part
-  // without a token of the row.
-  static __device__ __forceinline__ void Weigh(float sink, const float2 (&stats)[kStats], float (&weight)[kStats]) {
-    float top = sink;
-#pragma unroll
-    for (int i = 0; i < kStats; ++i) top = fmaxf(top, stats[i].x);
+  // The weight of part `lane` of a row, over the denominator, from its statistics; negative: a part without a token of
+  // the row.
+  static __device__ __forceinline__ float Weigh(float sink, float2 stats) {
+    float top = fmaxf(sink, stats.x);
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, step));
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kStats; ++i) {
-      // A maximum or denominator that is not finite becomes NaN here or in the product.
-      const bool empty = stats[i].y == 0.0f;
-      weight[i] = empty ? -1.0f : Exp2(stats[i].x - top);
-      sum += empty ? 0.0f : weight[i] * stats[i].y;
-    }
+    // A maximum or denominator that is not finite becomes NaN here or in the product.
+    const bool empty = stats.y == 0.0f;
+    const float weight = Exp2(stats.x - top);
+    float sum = empty ? 0.0f : weight * stats.y;
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
-    const float inverse = __fdividef(1.0f, sum + Exp2(sink - top));
-#pragma unroll
-    for (int i = 0; i < kStats; ++i) weight[i] = weight[i] < 0.0f ? weight[i] : weight[i] * inverse;
+    return empty ? -1.0f : weight * __fdividef(1.0f, sum + Exp2(sink - top));
   }
 
   // Numerators of parts begin, begin + step, ...; `from`: of part 0, this lane's.
@@ -76,17 +68,12 @@ struct PartMerge {
     }
   }
 
-  static __device__ __forceinline__ void Add(const float4 (&x)[kReads][kVectors], const float (&weight)[kStats],
-                                             int begin, int step, int parts, float4 (&sum)[kVectors]) {
+  static __device__ __forceinline__ void Add(const float4 (&x)[kReads][kVectors], float weight, int begin, int step,
+                                             int parts, float4 (&sum)[kVectors]) {
 #pragma unroll
     for (int i = 0; i < kReads; ++i) {
       const int part = begin + i * step;
-      float w = __shfl_sync(kAllLanes, weight[0], part % 32);
-#pragma unroll
-      for (int j = 1; j < kStats; ++j) {
-        const float other = __shfl_sync(kAllLanes, weight[j], part % 32);
-        if (part / 32 == j) w = other;
-      }
+      const float w = __shfl_sync(kAllLanes, weight, part % 32);
       if (part >= parts || w < 0.0f) continue;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
@@ -138,16 +125,10 @@ struct PartMerge {
         const auto* const numerators =
             reinterpret_cast<const float4*>(p.partial_out) + (partial_row + row) * kQuads + lane % kRowLanes;
         const int stride = plan.unit_rows * kQuads;  // of a part, in float4
-        float2 stats[kStats];
-#pragma unroll
-        for (int i = 0; i < kStats; ++i) {
-          stats[i] = make_float2(-INFINITY, 0.0f);
-          if (lane + 32 * i < parts) stats[i] = __ldcg(stats_of + (lane + 32 * i) * plan.unit_rows);
-        }
+        const float2 stats = lane < parts ? __ldcg(stats_of + lane * plan.unit_rows) : make_float2(-INFINITY, 0.0f);
         float4 x[kReads][kVectors] = {};
         Read(numerators, stride, first, step, parts, x);
-        float weight[kStats];
-        Weigh(SinkLog2(p, kv_head * p.group_size + row % p.group_size), stats, weight);
+        const float weight = Weigh(SinkLog2(p, kv_head * p.group_size + row % p.group_size), stats);
         Add(x, weight, first, step, parts, sum);
 #pragma unroll 1
         for (int begin = first + kReads * step; __any_sync(kAllLanes, begin < parts); begin += kReads * step) {

@@ -162,7 +162,7 @@ void PrintDebugInfo(const std::string& node_name, const GqaParams& p, const GqaP
   line << " DataType=" << (p.activation == ActivationType::kBFloat16 ? "bf16" : "fp16");
   line << " SdpaKernel=" << plan.PathName() << " HeadSize=" << p.head_size;
   line << " PaddedHeadSize=" << plan.padded_head_size << " UnitRows=" << plan.unit_rows;
-  line << " Splits=" << plan.splits << " WorkspaceBytes=" << plan.workspace_bytes;
+  line << " Splits=" << plan.splits << " Cluster=" << plan.cluster << " WorkspaceBytes=" << plan.workspace_bytes;
   std::cout << "\x1B[36m" << line.str() << "\x1B[0m" << std::endl;
 }
 
@@ -191,9 +191,10 @@ GroupQueryAttentionKvQuant::GroupQueryAttentionKvQuant(const OpKernelInfo& info)
   const bool is_bfloat16 = type == ONNX_NAMESPACE::TensorProto_DataType_BFLOAT16;
   activation_ = is_bfloat16 ? ActivationType::kBFloat16 : ActivationType::kHalf;
   const cudaDeviceProp& device = GetDeviceProp();
-  compute_capability_ = 10 * device.major + device.minor;
+  device_.multiprocessors = device.multiProcessorCount;
+  device_.compute_capability = 10 * device.major + device.minor;
   const int needed = is_bfloat16 ? 80 : 75;
-  if (compute_capability_ < needed) {
+  if (device_.compute_capability < needed) {
     ORT_NOT_IMPLEMENTED("GroupQueryAttention: a quantized KV cache with ", is_bfloat16 ? "bfloat16" : "float16",
                         " activations needs a GPU of compute capability ", needed / 10, ".", needed % 10, "; ",
                         device.name, " has ", device.major, ".", device.minor, ".");
@@ -202,8 +203,9 @@ GroupQueryAttentionKvQuant::GroupQueryAttentionKvQuant(const OpKernelInfo& info)
   if (found != cudaSuccess) {
     ORT_NOT_IMPLEMENTED("GroupQueryAttention: this build has no code of the kernels for a quantized KV cache that ",
                         device.name, " (compute capability ", device.major, ".", device.minor, ") can run: ",
-                        cudaGetErrorString(found), ". Build with --cuda-arch ", compute_capability_, ".");
+                        cudaGetErrorString(found), ". Build with --cuda-arch ", device_.compute_capability, ".");
   }
+  CUDA_CALL_THROW(FindClusters(device_.clusters));
 }
 
 Status GroupQueryAttentionKvQuant::ComputeInternal(OpKernelContext* context) const {
@@ -225,12 +227,9 @@ Status GroupQueryAttentionKvQuant::ComputeInternal(OpKernelContext* context) con
   p.output = output->MutableDataRaw();
   ORT_RETURN_IF_ERROR(CheckAlignment(p));
 
-  DeviceLimits device;
-  device.multiprocessors = GetDeviceProp().multiProcessorCount;
-  device.compute_capability = compute_capability_;
   GqaPlan plan;
   std::string error;
-  if (!MakePlan(p, device, &plan, &error)) {
+  if (!MakePlan(p, device_, &plan, &error)) {
     return ORT_MAKE_STATUS(ONNXRUNTIME, NOT_IMPLEMENTED,
                            "GroupQueryAttention: no CUDA kernel for a quantized KV cache with ", error, ".");
   }

@@ -7,7 +7,7 @@
 
 #include "core/providers/cuda/cuda_kernel.h"
 #include "contrib_ops/cpu/bert/kv_cache_quant/attributes.h"
-#include "contrib_ops/cuda/bert/kv_cache_quant/params.h"
+#include "contrib_ops/cuda/bert/kv_cache_quant/plan.h"
 
 namespace onnxruntime {
 namespace contrib {
@@ -28,6 +28,7 @@ class StreamCounters {
   mutable std::mutex mutex_;
   mutable std::unordered_multimap<cudaStream_t, Buffer> buffers_;
 };
+
 // GroupQueryAttention on a quantized cache. Activations are MLFloat16 or BFloat16.
 class GroupQueryAttentionKvQuant final : public onnxruntime::cuda::CudaKernel {
  public:
@@ -37,7 +38,7 @@ class GroupQueryAttentionKvQuant final : public onnxruntime::cuda::CudaKernel {
  private:
   kv_cache_quant::GqaKvQuantAttributes attributes_;
   kv_cache_quant::ActivationType activation_;
-  int compute_capability_;  // 10 * major + minor
+  kv_cache_quant::DeviceLimits device_;
   StreamCounters counters_;
 };
 

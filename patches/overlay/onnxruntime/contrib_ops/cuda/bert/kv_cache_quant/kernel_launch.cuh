@@ -15,6 +15,8 @@ namespace onnxruntime {
 namespace contrib {
 namespace kv_cache_quant {
 
+constexpr int kPortableClusterBlocks = 8;
+
 __device__ __forceinline__ void AllowNextKernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;\n");
@@ -28,23 +30,34 @@ __device__ __forceinline__ void WaitForPreviousKernel() {
 }
 
 // A plain launch where the code that runs is for an older chip, be it compiled from its PTX for a later one: it does
-// not wait.
+// not wait. cluster: blocks of a cluster, of which that code has none.
 template <typename... Params>
-cudaError_t LaunchOverlapping(void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
+cudaError_t LaunchOverlapping(void (*kernel)(Params...), int64_t blocks, int cluster, int threads, size_t shared_bytes,
                               cudaStream_t stream, Params... params) {
+  const auto* const entry = reinterpret_cast<const void*>(kernel);
   cudaFuncAttributes attributes;
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
+  cudaError_t error = cudaFuncGetAttributes(&attributes, entry);
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+  const bool has_both = attributes.ptxVersion >= 90;
+  if (cluster > 1 && !has_both) return cudaErrorInvalidValue;
+  if (cluster > kPortableClusterBlocks) {
+    error = cudaFuncSetAttribute(entry, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchAttribute launch[2] = {};
+  launch[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  launch[0].val.programmaticStreamSerializationAllowed = 1;
+  launch[1].id = cudaLaunchAttributeClusterDimension;
+  launch[1].val.clusterDim.x = static_cast<unsigned>(cluster);
+  launch[1].val.clusterDim.y = launch[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = attributes.ptxVersion >= 90 ? 1 : 0;
+  config.attrs = launch;
+  config.numAttrs = !has_both ? 0 : cluster > 1 ? 2
+                                                : 1;
   return cudaLaunchKernelEx(&config, kernel, params...);
 }
 

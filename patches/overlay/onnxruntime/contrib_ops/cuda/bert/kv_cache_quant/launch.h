@@ -15,6 +15,9 @@ namespace kv_cache_quant {
 // cudaSuccess where this build has code that the current device can run, machine code or PTX of an older chip.
 cudaError_t FindDeviceCode();
 
+// DeviceLimits::clusters of the current device and the code that it runs.
+cudaError_t FindClusters(int32_t (&clusters)[kMaxCluster + 1]);
+
 // The whole call: copies the past where present is a buffer of its own, appends the new rows, attends, merges.
 // p has its scratch bound (BindWorkspace).
 cudaError_t LaunchGqa(const GqaParams& p, const GqaPlan& plan, cudaStream_t stream);

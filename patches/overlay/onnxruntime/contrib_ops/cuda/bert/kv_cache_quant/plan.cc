@@ -90,8 +90,11 @@ int32_t ChooseSplits(int64_t units, int64_t slots, int64_t max_splits) {
     const int64_t blocks = units * splits;
     return static_cast<double>(blocks) / static_cast<double>(DivUp(blocks, slots) * slots);
   };
-  // One wave, as full as it gets, has the least to merge.
-  const int64_t one_wave = std::max<int64_t>(1, slots / units);
+  // One wave, as full as it gets, has the least to merge. A few parts more than a multiple of what is read together
+  // cost more than they bring.
+  int64_t one_wave = std::max<int64_t>(1, slots / units);
+  const int64_t rest = one_wave % kMergeReads;
+  if (rest < one_wave / kMergeReads && one_wave - rest <= kMaxMergeSplits) one_wave -= rest;
   double best = 0.0;
   for (int64_t splits = one_wave; splits <= limit; ++splits) best = std::max(best, balance(splits));
   for (int64_t splits = one_wave; splits <= limit; ++splits) {
@@ -137,12 +140,18 @@ bool MakePlan(const GqaParams& p, const DeviceLimits& device, GqaPlan* plan, std
   const int64_t units = static_cast<int64_t>(p.batch_size) * p.kv_num_heads * x.units_per_head;
   if (units > INT32_MAX / kMaxSplits) return Fail(error, std::to_string(units) + " blocks of query rows");
   x.activation_vectors = ActivationsInVectors(p);
-  const int64_t slots = static_cast<int64_t>(device.multiprocessors) * BlocksPerMultiprocessor(p.format, x, device);
+  const int64_t resident = BlocksPerMultiprocessor(p.format, x, device);
+  const int64_t slots = device.multiprocessors * resident;
   const int64_t tokens = p.is_prompt ? p.sequence_length : p.capacity;
   const int64_t max_splits = p.is_prompt ? 1 : std::clamp<int64_t>(DivUp(tokens, kMinSplitTokens), 1, kMaxSplits);
   x.splits = units == 0 ? 1 : ChooseSplits(units, slots, max_splits);
-  if (x.path == GqaPath::kDecode && x.splits > 1 && x.splits <= kMaxMergeSplits) {
-    x.counters = static_cast<int32_t>(units);
+  if (x.path == GqaPath::kDecode && x.splits > 1) {
+    // Clusters that have to wait for others would cost more than they save.
+    if (x.splits <= kMaxCluster && units <= static_cast<int64_t>(device.clusters[x.splits]) * resident) {
+      x.cluster = x.splits;
+    } else if (x.splits <= kMaxMergeSplits) {
+      x.counters = static_cast<int32_t>(units);
+    }
   }
 
   const auto place = [&x](size_t bytes) {
@@ -154,7 +163,7 @@ bool MakePlan(const GqaParams& p, const DeviceLimits& device, GqaPlan* plan, std
     const size_t elements = static_cast<size_t>(p.batch_size) * p.kv_num_heads * p.sequence_length * p.head_size;
     x.prompt_key_offset = place(elements * 2);
   }
-  if (x.splits > 1) {
+  if (x.splits > x.cluster) {
     const size_t partial_rows = static_cast<size_t>(units) * x.splits * x.unit_rows;
     x.partial_out_offset = place(partial_rows * x.padded_head_size * sizeof(float));
     x.partial_stats_offset = place(partial_rows * sizeof(float2));

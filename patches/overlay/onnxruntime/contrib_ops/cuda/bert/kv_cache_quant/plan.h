@@ -4,8 +4,9 @@
 // that a captured launch stays right for every later length.
 //
 // The G x S query rows of one (batch entry, KV head) are row s * G + g. They are cut into units of unit_rows rows; a
-// unit's tokens are cut into `splits` parts, one block each. With one split the attention kernel writes the output;
-// with more it writes partial results, which the merge kernel combines.
+// unit's tokens are cut into `splits` parts, one block each. With one split the attention kernel writes the output.
+// Decode also merges few splits itself: as a cluster of blocks, or in the block that ends last. Else there are partial
+// results, which the merge kernel combines.
 
 #pragma once
 
@@ -27,8 +28,10 @@ constexpr int kDecodeRows = 16;  // half as many where heads are padded to 256 e
 // Query rows of a unit of the prefill kernel at most: its accumulators are registers.
 constexpr int PrefillRows(int padded_head_size) { return padded_head_size == 256 ? 64 : 128; }
 constexpr int kMaxSplits = 512;
-constexpr int kMaxMergeSplits = 64;  // that one block merges: more take the merge kernel, a block for every row
-constexpr int kMinSplitTokens = 64;
+constexpr int kMaxMergeSplits = 32;   // that one block merges: more take the merge kernel, a block for every row
+constexpr int kMergeReads = 16;       // parts of a row that a thread of a decode block reads together
+constexpr int kMinSplitTokens = 128;  // a tile for every warp
+constexpr int kMaxCluster = 8;        // blocks: what every chip with clusters takes
 
 // Warps of a decode block. Heads padded to 256 elements leave registers and shared memory for half as many.
 constexpr int DecodeWarps(int padded_head_size) { return padded_head_size == 256 ? 4 : 8; }
@@ -41,6 +44,9 @@ constexpr int DecodeBlocks(KvFormat format, int padded_head_size, bool whole_row
 struct DeviceLimits {
   int multiprocessors = 0;
   int compute_capability = 0;  // 10 * major + minor
+  // [n]: clusters of n blocks that the device runs at once, at one block a multiprocessor; 0: no such clusters, by the
+  // chip or by the code that runs.
+  int32_t clusters[kMaxCluster + 1] = {};
 };
 
 struct GqaPlan {
@@ -50,7 +56,8 @@ struct GqaPlan {
   int32_t unit_rows = 0;         // prefill: PrefillRows, or fewer in the only unit of few rows
   int32_t units_per_head = 0;    // row blocks of one (batch entry, KV head)
   int32_t splits = 1;
-  int32_t counters = 0;             // one for every unit where the decode kernel merges its splits itself, else 0
+  int32_t cluster = 1;              // blocks of a cluster, the splits of a unit; 1: no clusters
+  int32_t counters = 0;             // one for every unit whose last block merges its splits, else 0
   bool activation_vectors = false;  // rows of Q, K and V and rotary tables can be read 16 bytes at a time
   // Scratch, each part at a multiple of 256 bytes; 0 bytes where not needed.
   size_t prompt_key_offset = 0;
@@ -59,6 +66,8 @@ struct GqaPlan {
   size_t workspace_bytes = 0;
 
   const char* PathName() const;
+  // Whether the attention kernel writes the output, so that nothing is left to LaunchMerge.
+  bool WritesOutput() const { return splits == 1 || cluster > 1 || counters != 0; }
 };
 
 // Fills *plan; false with *error naming the value where no kernel serves the call. Reads shapes, formats and

@@ -256,7 +256,7 @@ cudaError_t LaunchPrefillShape(const GqaParams& p, const GqaPlan& plan, cudaStre
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
   }
-  return LaunchOverlapping(kernel, blocks, kPrefillThreads, bytes, stream, p, plan);
+  return LaunchOverlapping(kernel, blocks, 1, kPrefillThreads, bytes, stream, p, plan);
 }
 
 template <typename Rows>
