@@ -180,6 +180,9 @@ def test_command_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "need scales: --calibration FILE" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path / "out" / "genai_config.json")]) == 1
     assert "not an ONNX model" in capsys.readouterr().err
+    scales = ["--kv-cache-dtype", "int4", "--k-granularity", "channel", "--calibration", str(tmp_path)]
+    assert main(["convert", str(source), str(tmp_path / "new.onnx"), *scales]) == 1
+    assert "refused: [Errno" in capsys.readouterr().err
     assert main(["inspect", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bytes_per_token"] == 352
 

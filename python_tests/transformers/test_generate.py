@@ -293,6 +293,15 @@ def test_model_that_does_not_load(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "NoSuchOperator" in said
 
 
+def test_capacity_beyond_the_rotary_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the operator refuses in a run ends as a reason, too."""
+    model = write_tiny(tmp_path, "int8", positions=32)
+    assert main(["generate", str(model), "--prompt", "a", "--max-new-tokens", "2", "--capacity", "33"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("refused: ")
+    assert "'cos_cache' has shape {32,8}; expected at least total_sequence_length = 33 rows" in said
+
+
 @pytest.mark.parametrize(
     ("options", "code", "reason"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from onnxruntime.transformers.kv_cache_convert import CacheChoice, quantize_cach
 from onnxruntime.transformers.kv_cache_footprint import KINDS, PRESETS, model_footprint, parse_size
 from onnxruntime.transformers.kv_cache_model import CacheModelError, read_decoder
 from onnxruntime.transformers.kv_cache_plan import Request, chart, main, make_plan, table
-from onnxruntime.transformers.kv_cache_plan_chart import round_steps, short_count
+from onnxruntime.transformers.kv_cache_plan_chart import COLORS, INK, round_steps, short_count
 
 from python_tests.transformers.models import Shape, decoder, save, save_sparse
 
@@ -122,6 +123,38 @@ def test_picture() -> None:
         chart(make_plan(plan.model, Request(memory=(8 * GB,))))
 
 
+def test_picture_up_to_a_context() -> None:
+    """It ends at the context that was asked for and names the caches' sizes there; what fits beyond is not marked."""
+    model = PRESETS["llama-3.1-8b"].footprint("llama-3.1-8b")
+    plan = make_plan(model, Request(memory=(24 * GB,), context=131072))
+    root = ET.fromstring(chart(plan))
+    words = [t.text for t in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"fp16: 17.18 GB", "int8, fp8: 8.86 GB", "int4: 4.56 GB", "24 GB", "53.2K", "103K"} <= set(words)
+    assert "200K" not in words
+    circles = [g.findall("{http://www.w3.org/2000/svg}circle") for g in root.iter("{http://www.w3.org/2000/svg}g")]
+    assert [len(c) for c in circles] == [1, 1, 0]
+    assert "cache at 131,072" in table(plan)
+    none_fits = make_plan(model, Request(memory=(8 * GB,), context=1000))
+    margin = {t.text: float(t.attrib["y"]) for t in ET.fromstring(chart(none_fits)).iter() if "y" in t.attrib}
+    heights = sorted(margin[text] for text in ("fp16: 0.13 GB", "int8, fp8: 67.6 MB", "int4: 34.8 MB"))
+    assert min(b - a for a, b in itertools.pairwise(heights)) >= 14
+
+
+def luminance(color: str) -> float:
+    """Relative luminance of #rrggbb, as WCAG 2 defines it."""
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("color", [INK, *COLORS])
+@pytest.mark.parametrize("page", ["#ffffff", "#0d1117", "#000000"])
+def test_text_can_be_read_on_light_and_on_dark_pages(color: str, page: str) -> None:
+    """4.34 is the most that a colour can have against white and #0d1117 alike."""
+    low, high = sorted((luminance(color), luminance(page)))
+    assert (high + 0.05) / (low + 0.05) > 4.2
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [
@@ -172,6 +205,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ["--memory", "24GB"],
         ["--preset", "gpt-9", "--memory", "24GB"],
         ["--preset", "qwen3-8b", "--memory", "x"],
+        ["--preset", "qwen3-8b", "--memory", "24GB", "--context", "-1"],
     ):
         with pytest.raises(SystemExit, match="2"):
             main(wrong)

@@ -23,11 +23,10 @@ from .kv_cache_decoder import DecodeSession
 from .kv_cache_report import device_memory_used, latency_percentiles, peak_process_memory
 from .kv_cache_tokens import Tokenizer, open_tokenizer
 
-# What onnxruntime says about a model that it cannot load or run; they have no common base class of their own.
-RUNTIME_ERRORS = tuple(
-    getattr(runtime, name)
-    for name in ("Fail", "InvalidArgument", "InvalidGraph", "InvalidProtobuf", "NotImplemented", "RuntimeException")
-)
+# What onnxruntime says about a model that it cannot load or run; they have no common base class of their own. What goes
+# wrong in a run with an IOBinding is a RuntimeError of Python's.
+_NAMES = ("EPFail", "Fail", "InvalidArgument", "InvalidGraph", "InvalidProtobuf", "NotImplemented", "RuntimeException")
+RUNTIME_ERRORS = (RuntimeError, *(getattr(runtime, name) for name in _NAMES))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -6,7 +6,8 @@
 
 Counted: weights, K, V and scales. Estimated from above: one layer's attention scratch, and the activations and logits
 of a chunk of the prompt (--chunk). Assumed: --reserve for the CUDA context, library workspaces and what else uses the
-device. Exit codes: 0 done, 1 refused, 2 usage.
+device. With --context the picture ends at that many tokens and names the size of each cache there. Exit codes: 0 done,
+1 refused, 2 usage.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Request:
     """What is planned for.
 
     memory: bytes of each device. batch: sequences at once. chunk: tokens of a call. reserve: bytes. scale_bytes: of a
-    scale per token, 0 for static ones. keep: layers whose cache stays fp16.
+    scale per token, 0 for static ones. keep: layers whose cache stays fp16. context: tokens that are wanted; 0: those
+    that the model is made for, and a picture up to the longest context that fits.
     """
 
     memory: tuple[int, ...]
@@ -38,6 +40,7 @@ class Request:
     reserve: int = 500_000_000
     scale_bytes: int = 4
     keep: int = 0
+    context: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,16 +92,16 @@ def table(plan: Plan) -> str:
         f"{gigabytes(plan.activations)}, reserved {gigabytes(request.reserve)}",
         "",
     ]
-    context = model.context
+    context = request.context or model.context
     heading = ["cache", "bytes a token", *(f"tokens in {gigabytes(m)}" for m in request.memory)]
     cells = [heading + ([f"cache at {context:,}"] if context else [])]
     beyond = False
     for row in plan.rows:
         counts = []
         for tokens in row.fits:
-            over = 0 < context < tokens
+            over = 0 < model.context < tokens
             beyond |= over
-            counts.append((f"{tokens:,}" if tokens else "none") + ("*" if over else " " if context else ""))
+            counts.append((f"{tokens:,}" if tokens else "none") + ("*" if over else " " if model.context else ""))
         cells.append(
             [row.kind, f"{row.per_token:,}", *counts, *([gigabytes(context * row.per_token)] if context else [])]
         )
@@ -109,7 +112,7 @@ def table(plan: Plan) -> str:
         )
         lines.append("   ".join([first, *rest]).rstrip())
     if beyond:
-        lines.append(f"* more than the {context:,} tokens that the model is made for")
+        lines.append(f"* more than the {model.context:,} tokens that the model is made for")
     small = [m for m in request.memory if m < plan.fixed]
     lines += [f"{gigabytes(m)}: weights and scratch alone need {gigabytes(plan.fixed)}" for m in small]
     return "\n".join(lines)
@@ -124,20 +127,23 @@ def gigabytes(size: int) -> str:
 
 def chart(plan: Plan) -> str:
     """SVG: memory over context, a line per kind, its crossings with each device's memory. ValueError if none."""
-    top = max(plan.request.memory)
+    top, context = max(plan.request.memory), plan.request.context
     longest = max(max(row.fits) for row in plan.rows)
-    if longest < 1:
+    if longest < 1 and not context:
         msg = f"nothing to draw: weights and scratch alone need {gigabytes(plan.fixed)}"
         raise ValueError(msg)
     lines: list[Line] = []
     # int8 and fp8 take the same room: one line.
     for row in plan.rows:
-        if lines and lines[-1].per_token == row.per_token:
-            lines[-1] = Line(f"{lines[-1].label}, {row.kind}", row.per_token, row.fits)
-        else:
-            lines.append(Line(row.kind, row.per_token, row.fits))
+        merged = bool(lines) and lines[-1].per_token == row.per_token
+        label = f"{lines.pop().label}, {row.kind}" if merged else row.kind
+        end = f"{label}: {gigabytes(context * row.per_token)}" if context else ""
+        lines.append(Line(label, row.per_token, row.fits, end))
     title = f"{plan.model.name}, batch {plan.request.batch}: memory by context length"
     devices = [(m, gigabytes(m)) for m in sorted(plan.request.memory)]
+    if context:
+        top = max(top, plan.fixed + context * max(row.per_token for row in plan.rows))
+        return draw(title, lines, plan.fixed, devices, (context, int(top * 1.04)))
     return draw(title, lines, plan.fixed, devices, (int(longest * 1.1), int(top * 1.12)))
 
 
@@ -145,8 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the plan; returns the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if min(args.batch, args.chunk) < 1 or args.keep_layers < 0:
-        parser.error("--batch and --chunk are at least 1, --keep-layers at least 0")
+    if min(args.batch, args.chunk) < 1 or min(args.keep_layers, args.context) < 0:
+        parser.error("--batch and --chunk are at least 1, --keep-layers and --context at least 0")
     if args.model and args.weight_bits:
         parser.error("--weight-bits means something with --preset alone: a model file's weights are counted")
     try:
@@ -161,6 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             reserve=args.reserve,
             scale_bytes=SCALES[args.scales],
             keep=args.keep_layers,
+            context=args.context,
         )
         plan = make_plan(model, request)
         print(table(plan))
@@ -197,6 +204,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--weight-bits", type=float, help="with --preset: bits of a weight (default 16)")
     parser.add_argument("--scales", choices=SCALES, default="float32", help="type of scales per token, or static ones")
     parser.add_argument("--keep-layers", type=int, default=0, metavar="COUNT", help="layers whose cache stays 16 bit")
+    parser.add_argument("--context", type=int, default=0, help="tokens to count for and to draw (default: the model's)")
     parser.add_argument("--reserve", type=_size, default=500_000_000, help="for the context and libraries (0.5GB)")
     parser.add_argument("--head-size", type=int, default=0, help="with --model, where it does not tell it")
     parser.add_argument("--svg", type=Path, help="picture to write; it must not exist")

@@ -10,19 +10,24 @@ from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 860, 440
 LEFT, RIGHT, TOP, BOTTOM = 72, 150, 48, 56
-INK, GRID = "#7d8590", "#7d859040"
-COLORS = ("#cf4444", "#2f81f7", "#2da44e", "#8a63d2")
-_LABEL_WIDTH = 46.0
+# The page does not tell its theme: of medium lightness, 4.2 times that of a dark page and a 4.2th of a white one.
+INK, GRID, BAND = "#727a85", "#727a8540", "#727a8520"
+COLORS = ("#d14b4b", "#1873f6", "#268b42", "#8b64d2")
+_LABEL_WIDTH, _LABEL_HEIGHT = 46.0, 14.0
 DASHES = ("", "9 4", "3 3", "12 3 3 3")
 
 
 @dataclass(frozen=True)
 class Line:
-    """A cache kind. per_token: bytes. fits: tokens at which it meets each device's memory; 0 for never."""
+    """A cache kind. per_token: bytes. fits: tokens at which it meets each device's memory; 0 for never.
+
+    end: what stands beside the line where it leaves the plot at the right.
+    """
 
     label: str
     per_token: int
     fits: tuple[int, ...]
+    end: str = ""
 
 
 def short_count(value: float) -> str:
@@ -57,7 +62,7 @@ def _drawn(
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
     parts = [f'<path d="M{x0:.1f} {y0:.1f}L{x1:.1f} {y1:.1f}" stroke="{color}" stroke-width="2"{dashed}/>']
     for count in line.fits:
-        if count:
+        if 0 < count <= tokens:
             x, y = at(count, fixed + count * line.per_token)
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>')
     x, y = WIDTH - 340 + 112 * style, 26
@@ -66,18 +71,29 @@ def _drawn(
     return [f"<g><title>{escape(line.label)}</title>", *parts, "</g>"]
 
 
-def _counts(lines: Sequence[Line], fixed: int, at: Callable[[float, float], tuple[float, float]]) -> list[str]:
+def _counts(
+    lines: Sequence[Line], fixed: int, at: Callable[[float, float], tuple[float, float]], tokens: int
+) -> list[str]:
     """Tokens beside each crossing; where crossings lie close, the next one's stands a line lower."""
     parts = []
     for device in range(len(lines[0].fits)):
         last, row = -math.inf, 0
         for style, line in enumerate(lines):
-            if count := line.fits[device]:
+            if 0 < (count := line.fits[device]) <= tokens:
                 x, y = at(count, fixed + count * line.per_token)
                 row = row + 1 if x - last < _LABEL_WIDTH else 0
                 last = x
                 color = COLORS[style % len(COLORS)]
-                parts.append(_text(x + 6, y + 15 + 14 * row, short_count(count), color=color))
+                parts.append(_text(x + 6, y + 15 + _LABEL_HEIGHT * row, short_count(count), color=color))
+    return parts
+
+
+def _margin(labels: Sequence[tuple[float, str, str]]) -> list[str]:
+    """Labels (y, text, colour) beside the right edge, at their height or below the one above."""
+    parts, last = [], -math.inf
+    for y, text, color in sorted(labels):
+        last = max(y + 4, last + _LABEL_HEIGHT)
+        parts.append(_text(WIDTH - RIGHT + 8, last, text, color=color))
     return parts
 
 
@@ -107,16 +123,20 @@ def draw(
     _, floor = at(0, fixed)
     if fixed < memory:
         body.append(
-            f'<rect x="{LEFT}" y="{floor:.1f}" width="{right - LEFT}" height="{bottom - floor:.1f}" fill="{GRID}"/>'
+            f'<rect x="{LEFT}" y="{floor:.1f}" width="{right - LEFT}" height="{bottom - floor:.1f}" fill="{BAND}"/>'
         )
         body.append(_text(right - 6, bottom - 6, "weights and scratch", "end"))
+    margin = []
     for size, label in devices:
         _, y = at(0, size)
         body.append(f'<path d="M{LEFT} {y:.1f}H{right}" stroke="{INK}" stroke-width="1.5" stroke-dasharray="2 4"/>')
-        body.append(_text(right + 8, y + 4, label))
+        margin.append((y, label, INK))
     for i, line in enumerate(lines):
         body += _drawn(line, i, fixed, at, extent)
-    body += _counts(lines, fixed, at)
+        if line.end:
+            margin.append((at(0, fixed + tokens * line.per_token)[1], line.end, COLORS[i % len(COLORS)]))
+    body += _counts(lines, fixed, at, tokens)
+    body += _margin(margin)
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
         'role="img" font-family="system-ui, sans-serif" font-size="12" fill="none">'

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(args.run(args))
     except CacheModelError as exc:
         print(f"{args.model}: refused", *(f"  {problem}" for problem in exc.problems), sep="\n", file=sys.stderr)
-    except (FileNotFoundError, FileExistsError) as exc:
+    except OSError as exc:
         print(f"refused: {exc}", file=sys.stderr)
     except ValueError as exc:
         parser.error(str(exc))
