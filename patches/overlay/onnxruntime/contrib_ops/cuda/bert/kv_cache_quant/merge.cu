@@ -172,9 +172,11 @@ cudaError_t LaunchMerge(const GqaParams& p, const GqaPlan& plan, cudaStream_t st
     constexpr int kHeadSize = decltype(head_size)::value;
     constexpr int kFewSplits = kFewMergeThreads / (kHeadSize / 4) * kReadsInFlight;
     if (plan.splits <= kFewSplits) {
-      return LaunchOverlapping(MergeKernel<kHeadSize, kFewMergeThreads>, blocks, 1, kFewMergeThreads, 0, stream, p, plan);
+      return LaunchOverlapping(MergeKernel<kHeadSize, kFewMergeThreads>, blocks, 1, kFewMergeThreads, 0, stream, p,
+                               plan);
     }
-    return LaunchOverlapping(MergeKernel<kHeadSize, kManyMergeThreads>, blocks, 1, kManyMergeThreads, 0, stream, p, plan);
+    return LaunchOverlapping(MergeKernel<kHeadSize, kManyMergeThreads>, blocks, 1, kManyMergeThreads, 0, stream, p,
+                             plan);
   });
 }
 
