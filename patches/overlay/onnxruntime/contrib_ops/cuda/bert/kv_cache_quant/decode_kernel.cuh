@@ -226,8 +226,8 @@ __global__ void __launch_bounds__(DecodeShape<kFormat, kHeadSize, kWholeRows, kR
     warp.SetRows(query.factor, query.sum, sequence.past - range.begin);
     warp.Run(tile);
     const bool finished = plan.splits == 1 || (merges && range.parts == 1);
-    // A merge through memory is quicker without the next kernel's blocks and what they prefetch.
-    if (!merges || finished) AllowNextKernel();
+    // After a short split the merge through memory is quicker without the next kernel's blocks and what they prefetch.
+    if (!merges || finished || count > kShortSplitTokens) AllowNextKernel();
     WriteRows(p, plan, warp, shared, b, kv_head, unit, split, rows,
               in_cluster ? DecodeResult::kCluster : finished ? DecodeResult::kOutput
                                                              : DecodeResult::kPartial);
