@@ -32,7 +32,7 @@ constexpr int kMaxMergeSplits = 32;   // that one block merges: more take the me
 constexpr int kMergeReads = 16;       // parts of a row that a thread of a decode block reads together
 constexpr int kMinSplitTokens = 128;  // a tile for every warp
 constexpr int kShortSplitTokens = 1024;
-constexpr int kMaxCluster = 8;        // blocks: what every chip with clusters takes
+constexpr int kMaxCluster = 8;  // blocks: what every chip with clusters takes
 
 // Warps of a decode block. Heads padded to 256 elements leave registers and shared memory for half as many.
 constexpr int DecodeWarps(int padded_head_size) { return padded_head_size == 256 ? 4 : 8; }
