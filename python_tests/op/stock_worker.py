@@ -2,8 +2,8 @@
 
 Usage: PYTHON stock_worker.py FOLDER LABEL PROVIDER DEVICE. It imports nothing of this repository, since a stock
 environment has onnxruntime and NumPy only. For every NAME.onnx in FOLDER it reads NAME.npz and writes NAME.LABEL.npz
-with all outputs and the version. Inputs whose name starts with "state:" are bound as past and present in one buffer;
-tensors whose name starts with "first:" are what an output's buffer holds before the call.
+with all outputs, the version and the build information. Inputs whose name starts with "state:" are bound as past and
+present in one buffer; tensors whose name starts with "first:" are what an output's buffer holds before the call.
 """
 
 from __future__ import annotations
@@ -46,7 +46,12 @@ def run_saved(model: Path, label: str, provider: str, device: str) -> None:
         binding.bind_ortvalue_output(name, value)
     session.run_with_iobinding(binding)
     results = {name: value.numpy() for name, value in outputs.items()}
-    np.savez(model.with_suffix(f".{label}.npz"), version=np.array(ort.__version__), **results)
+    np.savez(
+        model.with_suffix(f".{label}.npz"),
+        version=np.array(ort.__version__),
+        build=np.array(ort.get_build_info()),
+        **results,
+    )
 
 
 if __name__ == "__main__":

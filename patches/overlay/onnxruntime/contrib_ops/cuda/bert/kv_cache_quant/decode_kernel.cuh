@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(DecodeShape<kFormat, kHeadSize, kWholeRows, kR
   const int warp_index = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int rows = p.sequence_length * p.group_size;
-  const bool in_cluster = plan.cluster > 1;
+  const bool in_cluster = kHasClusters && plan.cluster > 1;
   const bool merges = plan.counters != 0;
   // The parameters' way into the constant cache is as long as one to memory; it overlaps the kernel before.
   asm volatile("" ::"r"(p.batch_size), "l"(p.query), "l"(p.cos_cache), "f"(p.scale), "l"(p.k.codes), "l"(p.v.codes),

@@ -15,7 +15,14 @@ namespace onnxruntime {
 namespace contrib {
 namespace kv_cache_quant {
 
-constexpr int kPortableClusterBlocks = 8;
+// Whether code for a chip (10 * major + minor) has clusters of blocks. That for sm_120 could, but its decode kernel would
+// spill registers.
+constexpr bool HasClusters(int chip) { return chip >= 90 && chip < 120; }
+#ifdef __CUDA_ARCH__
+constexpr bool kHasClusters = HasClusters(__CUDA_ARCH__ / 10);
+#else
+constexpr bool kHasClusters = false;
+#endif
 
 __device__ __forceinline__ void AllowNextKernel() {
 #if __CUDA_ARCH__ >= 900
@@ -36,14 +43,9 @@ cudaError_t LaunchOverlapping(void (*kernel)(Params...), int64_t blocks, int clu
                               cudaStream_t stream, Params... params) {
   const auto* const entry = reinterpret_cast<const void*>(kernel);
   cudaFuncAttributes attributes;
-  cudaError_t error = cudaFuncGetAttributes(&attributes, entry);
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, entry);
   if (error != cudaSuccess) return error;
-  const bool has_both = attributes.ptxVersion >= 90;
-  if (cluster > 1 && !has_both) return cudaErrorInvalidValue;
-  if (cluster > kPortableClusterBlocks) {
-    error = cudaFuncSetAttribute(entry, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-    if (error != cudaSuccess) return error;
-  }
+  if (cluster > 1 && !HasClusters(attributes.ptxVersion)) return cudaErrorInvalidValue;
   cudaLaunchAttribute launch[2] = {};
   launch[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   launch[0].val.programmaticStreamSerializationAllowed = 1;
@@ -56,8 +58,8 @@ cudaError_t LaunchOverlapping(void (*kernel)(Params...), int64_t blocks, int clu
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = launch;
-  config.numAttrs = !has_both ? 0 : cluster > 1 ? 2
-                                                : 1;
+  config.numAttrs = attributes.ptxVersion < 90 ? 0 : cluster > 1 ? 2
+                                                                 : 1;
   return cudaLaunchKernelEx(&config, kernel, params...);
 }
 

@@ -2,6 +2,8 @@
 
 #include "contrib_ops/cuda/bert/kv_cache_quant/launch.h"
 
+#include "contrib_ops/cuda/bert/kv_cache_quant/kernel_launch.cuh"
+
 namespace onnxruntime {
 namespace contrib {
 namespace kv_cache_quant {
@@ -18,7 +20,7 @@ cudaError_t FindClusters(int32_t (&clusters)[kMaxCluster + 1]) {
   const auto* const kernel = reinterpret_cast<const void*>(WholeMultiprocessorKernel);
   cudaFuncAttributes attributes;
   cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
-  if (error != cudaSuccess || attributes.ptxVersion < 90) return error;
+  if (error != cudaSuccess || !HasClusters(attributes.ptxVersion)) return error;
   int device = 0;
   int shared_bytes = 0;  // of a multiprocessor: two blocks with half of it each, and what is reserved, do not fit
   error = cudaGetDevice(&device);
