@@ -15,8 +15,8 @@ namespace onnxruntime {
 namespace contrib {
 namespace kv_cache_quant {
 
-// Whether code for a chip (10 * major + minor) has clusters of blocks. That for sm_120 could, but its decode kernel would
-// spill registers.
+// Whether code for a chip (10 * major + minor) has clusters of blocks. That for sm_120 could have them, but its decode
+// kernel would spill registers.
 constexpr bool HasClusters(int chip) { return chip >= 90 && chip < 120; }
 #ifdef __CUDA_ARCH__
 constexpr bool kHasClusters = HasClusters(__CUDA_ARCH__ / 10);
