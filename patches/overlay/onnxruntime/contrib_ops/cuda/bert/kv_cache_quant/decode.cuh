@@ -18,6 +18,7 @@
 
 #pragma once
 
+#include "contrib_ops/cuda/bert/kv_cache_quant/decode_nan.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode_tile.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/mma.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/unit.cuh"
@@ -35,6 +36,7 @@ struct DecodeWarp {
   using Shape = DecodeShape<kFormat, kHeadSize, kWholeRows, kRowTiles>;
   using FormatCodec = Codec<kFormat>;
   static constexpr int kTokenTiles = Shape::kTokenTiles;
+  static constexpr int kRowTilesOfWarp = kRowTiles;
   static constexpr unsigned kAllLanes = 0xFFFFFFFFu;
   using Tile = float[kTokenTiles][kRowTiles][4];  // tokens r (0, 1) and r + 8 (2, 3), query rows 2c and 2c + 1
 
@@ -342,64 +344,6 @@ struct DecodeWarp {
     }
   }
 
-  // For a masked tile of fp8 codes, where 0 * NaN would reach rows that do not attend the token: NaN codes of V become
-  // 0, and the sums of the rows that do attend them become NaN.
-  __device__ __forceinline__ void TakeOutNanCodes(int tile) {
-    uint32_t found = 0;
-#pragma unroll
-    for (int m = 0; m < kTokenTiles; ++m) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-#pragma unroll
-        for (int w = 0; w < Shape::kValueWords; ++w) found |= kv.NanBytes(kv.value_words[m][i][w]);
-      }
-    }
-    if (!__any_sync(kAllLanes, found != 0)) return;
-    // The codes of an element lie in the lanes of one r, its sums for different rows too: every c shows the others its
-    // codes.
-#pragma unroll 1
-    for (int source = 0; source < 4; ++source) {
-#pragma unroll
-      for (int m = 0; m < kTokenTiles; ++m) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int token = tile + 16 * m + i / 2 * 8 + 2 * source + i % 2;
-#pragma unroll
-          for (int w = 0; w < Shape::kValueWords; ++w) {
-            const uint32_t nan = kv.NanBytes(__shfl_sync(kAllLanes, kv.value_words[m][i][w], 4 * r + source));
-            if (nan != 0) SpoilSums(token, w, nan);
-          }
-        }
-      }
-    }
-#pragma unroll
-    for (int m = 0; m < kTokenTiles; ++m) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-#pragma unroll
-        for (int w = 0; w < Shape::kValueWords; ++w) kv.value_words[m][i][w] &= ~kv.NanBytes(kv.value_words[m][i][w]);
-      }
-    }
-  }
-
-  // NaN into the sums of the elements of word w marked in `nan`, for the rows that attend the token.
-  __device__ __forceinline__ void SpoilSums(int token, int w, uint32_t nan) {
-#pragma unroll
-    for (int n = 0; n < kRowTiles; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        int low, high;
-        Attended(n, e, &low, &high);
-        if (token < low || token >= high) continue;
-#pragma unroll
-        for (int d = 0; d < Shape::kElements; ++d) {
-          float& sum = out[n][(w * Shape::kElements + d) / 2][d % 2 * 2 + e];
-          if ((nan >> (FormatCodec::kBits * d) & 1) != 0) sum = NAN;
-        }
-      }
-    }
-  }
-
   // Head element of the i-th element of the part of V of the lanes 4 * lane_row + c.
   static __device__ __forceinline__ int ElementOf(int i, int lane_row) {
     return Shape::Element(Shape::ValueOffset(i / Shape::kElements, lane_row)) + i % Shape::kElements;
@@ -425,7 +369,7 @@ struct DecodeWarp {
       RaiseMaximum(scores);
       Weigh(scores, masked);
       if constexpr (kFormat == KvFormat::kFloat8E4M3FN) {
-        if (masked) TakeOutNanCodes(tile);
+        if (masked) TakeOutNanCodes(*this, tile);
       }
       Mix(scores);
       started = true;

@@ -198,7 +198,7 @@ __device__ __forceinline__ void PrefillBlock(const GqaParams& p, const GqaPlan& 
     if (Rows::kMayBeNonFinite && (tile < state.last_low || next > state.first_end)) {
       uint8_t* const rows = prefill_shared + (values - SharedAddress(prefill_shared));
       if (__syncthreads_or(Copy(ReadThread()).HasNonFinite(rows)) != 0) {
-        warp.SpoilSums(rows, state.window, tile);
+        SpoilSums(warp, rows, state.window, tile);
         __syncthreads();
         Copy(ReadThread()).Clean(rows);
         __syncthreads();

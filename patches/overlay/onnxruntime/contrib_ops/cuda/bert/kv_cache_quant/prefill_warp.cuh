@@ -12,6 +12,7 @@
 #pragma once
 
 #include "contrib_ops/cuda/bert/kv_cache_quant/mma.cuh"
+#include "contrib_ops/cuda/bert/kv_cache_quant/prefill_nan.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/prefill_shape.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/query_tile.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/unit.cuh"
@@ -184,21 +185,6 @@ struct PrefillWarp {
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) scores[m][j][i] *= i % 2 == 0 ? scale.x : scale.y;
-      }
-    }
-  }
-
-  // Scores of tokens whose V scale is not finite become NaN: so does the whole output row, and 0 * NaN cannot arise.
-  __device__ __forceinline__ void SpoilScores(const uint32_t (&v_bad)[2], int c, Scores& scores) const {
-#pragma unroll
-    for (int j = 0; j < kScoreTiles; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const bool bad = (v_bad[8 * j / 32] >> (8 * j % 32 + 2 * c + i % 2) & 1) != 0;
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-          if (bad) scores[m][j][i] = NAN;
-        }
       }
     }
   }
@@ -379,7 +365,7 @@ struct PrefillWarp {
     const LanePlace at;
     if constexpr (!Rows::kExact) {
       ScaleScores(scales->k, at.c, scores);
-      if ((scales->v_bad[0] | scales->v_bad[1]) != 0) SpoilScores(scales->v_bad, at.c, scores);
+      if ((scales->v_bad[0] | scales->v_bad[1]) != 0) SpoilScores<PrefillWarp>(scales->v_bad, at.c, scores);
     }
     PerRow by;
     OfRows(State().factor, at.r, by);
@@ -393,35 +379,6 @@ struct PrefillWarp {
     OfRows(State().maximum, at.r, maximum);
     RaiseMaximum(by, at.r, scores, maximum);
     Mix(values, by, maximum, Rows::kExact ? nullptr : scales->v, at.c, scores);
-  }
-
-  // For a tile of V in which Inf or NaN is to be replaced by 0, as 0 * NaN would reach rows that do not attend the
-  // token: adds such elements to the sums that they belong to, whose weights do not matter.
-  __device__ __forceinline__ void SpoilSums(const uint8_t* values, int32_t window, int tile) {
-    const LanePlace at;
-    Spans span;
-    FindSpans(window, tile, at.r, span);
-#pragma unroll 1
-    for (int token = 0; token < kTokens; ++token) {
-#pragma unroll
-      for (int chunk = 0; chunk < Shape::kRowChunks; ++chunk) {
-        const uint32_t word = *reinterpret_cast<const uint32_t*>(values + Layout::Offset(token, chunk) + 4 * at.c);
-        const uint32_t found = Rows::NonFinite(word);
-        if (found == 0) continue;
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            if (!span[m][h].Has(token)) continue;
-#pragma unroll
-            for (int i = 0; i < 2 * kColumnTiles; ++i) {
-              float& sum = out[m][chunk * kColumnTiles + i % kColumnTiles][2 * h + i / kColumnTiles];
-              if ((found >> (Rows::kBits * (i + 1) - 1) & 1) != 0) sum += Rows::NonFiniteValue(word, i);
-            }
-          }
-        }
-      }
-    }
   }
 
   // Of rows 16m + r + 8h, all tokens.
