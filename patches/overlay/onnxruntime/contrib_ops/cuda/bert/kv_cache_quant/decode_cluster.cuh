@@ -129,7 +129,8 @@ struct ClusterMerge {
   static constexpr int kQuads = Warp::Shape::kElementTiles;  // float4 of one lane: 4 elements of one of its two rows
   static constexpr int kSlots = kRows / 8 * kQuads * 32;
 
-  // What item `item` of the unit's rows is: those with lane % 4 below 2^row_bits have rows of the unit.
+  // Four elements of a row, by number: of the lanes that have rows of the unit, which are those with lane % 4 below
+  // 2^column_bits.
   struct Item {
     int slot;
     int row;
