@@ -1,9 +1,7 @@
-"""The decode loop: logits against the decoder in NumPy, ragged batches, chunks, stops, sampling, command line."""
+"""The decode loop: logits against the decoder in NumPy, ragged batches, chunks, stops, sampling, refused models."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +9,12 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.transformers.kv_cache_decode_loop import Sampling, choose, generate
 from onnxruntime.transformers.kv_cache_decoder import DecodeSession
-from onnxruntime.transformers.kv_cache_generate import main
 from onnxruntime.transformers.kv_cache_inputs import DecodeError, as_float32
 from onnxruntime.transformers.quantized_kv_cache import CacheError
 
-from python_tests.transformers import installed
 from python_tests.transformers.decoders import KINDS, QUANTIZED, TINY, open_tiny, random_ids, tiny_weights, write_tiny
 from python_tests.transformers.small_decoder.network import forward
 
@@ -257,6 +253,29 @@ def test_models_that_cannot_be_fed(tmp_path: Path) -> None:
         open_tiny(tmp_path, "int8", captured=True)
 
 
+def test_rotary_table_shorter_than_the_capacity(tmp_path: Path) -> None:
+    """Refused by the shortest table of a layer, from its shape alone: the weights need not be there."""
+    for kind in ("float", "int8"):
+        path = write_tiny(tmp_path, kind, positions=32)
+        filled = DecodeSession(path, capacity=32, threads=1)
+        filled.prompt([random_ids(31)])
+        filled.step([1])
+        with pytest.raises(
+            DecodeError, match=r"^capacity 33 .* /layers\.0/G.* has 32 rows\. Give a smaller --capacity"
+        ):
+            DecodeSession(path, capacity=33, threads=1)
+    model = onnx.load(path)
+    short = numpy_helper.from_array(np.ones((16, TINY.head_size // 2), np.float32), "short_table")
+    model.graph.initializer.append(short)
+    last = next(n for n in reversed(model.graph.node) if n.op_type == "GroupQueryAttention")
+    last.input[7] = "short_table"
+    external = {"save_as_external_data": True, "location": "weights.bin", "size_threshold": 0}
+    onnx.save(model, tmp_path / "short.onnx", **external)
+    (tmp_path / "weights.bin").unlink()
+    with pytest.raises(DecodeError, match=r"^capacity 17 .* /layers\.1/G.* has 16 rows"):
+        DecodeSession(tmp_path / "short.onnx", capacity=17, threads=1)
+
+
 def test_as_float32() -> None:
     """Logits of the three types from their bytes."""
     values = np.array([[1.5, -2.0, 0.0, 3.0]], np.float32)
@@ -264,66 +283,3 @@ def test_as_float32() -> None:
     bfloat = (values.view(np.uint32) >> 16).astype(np.uint16)
     for array, kind in ((values, TensorProto.FLOAT), (half, TensorProto.FLOAT16), (bfloat, TensorProto.BFLOAT16)):
         np.testing.assert_array_equal(as_float32(array.view(np.uint8), int(kind)), values)
-
-
-def test_command_line(tmp_path: Path) -> None:
-    """Numbers in, numbers out; a saved prefix goes on as if it had been the prompt; refusals say why."""
-    model, prefix = write_tiny(tmp_path, "int8"), tmp_path / "prefix.kv"
-    prompt, more = " ".join(map(str, PROMPTS[0])), "7,8"
-    common = ("--tokenizer", "ids", "--max-new-tokens", "6", "--chunk", "1", "--threads", "1")
-    whole = installed.run("kv_cache_generate", "generate", model, "--prompt", f"{prompt} 7 8", *common)
-    assert whole.returncode == 0, whole.stderr
-    assert len(whole.stdout.split()) == len(PROMPTS[0]) + 2 + 6
-    assert "int8 PER_TOKEN/PER_TOKEN" in whole.stderr
-    assert "tokens/s" in whole.stderr
-    first = installed.run("kv_cache_generate", "generate", model, "--prompt", prompt, "--save-prefix", prefix, *common)
-    assert first.returncode == 0, first.stderr
-    rest = installed.run("kv_cache_generate", "generate", model, "--prompt", more, "--load-prefix", prefix, *common)
-    assert rest.returncode == 0, rest.stderr
-    assert rest.stdout.split()[1:] == whole.stdout.split()[-6:]
-
-
-def test_model_that_does_not_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What onnxruntime itself refuses ends as a reason, not as a traceback."""
-    model = onnx.load(write_tiny(tmp_path, "int8"))
-    model.graph.node[-1].op_type = "NoSuchOperator"
-    onnx.save(model, tmp_path / "broken.onnx")
-    assert main(["generate", str(tmp_path / "broken.onnx"), "--prompt", "a"]) == 1
-    assert "refused: " in (said := capsys.readouterr().err)
-    assert "NoSuchOperator" in said
-
-
-def test_capacity_beyond_the_rotary_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the operator refuses in a run ends as a reason, too."""
-    model = write_tiny(tmp_path, "int8", positions=32)
-    assert main(["generate", str(model), "--prompt", "a", "--max-new-tokens", "2", "--capacity", "33"]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("refused: ")
-    assert "'cos_cache' has shape {32,8}; expected at least total_sequence_length = 33 rows" in said
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "reason"),
-    [
-        (("--prompt", "1 x"), 1, "refused: 'x' is no token id"),
-        ((), 1, "refused: no prompt"),
-        (("--prompt", "1", "--capacity", "3"), 1, "the cache has room for 3"),
-        (("--prompt", "1", "--temperature", "-1"), 1, "wants temperature >= 0"),
-        (("--prompt", "1", "--load-prefix", "missing.kv"), 1, "missing.kv"),
-        (("--prompt", "1", "--load-prefix", "a.kv", "--zero-context", "4"), 1, "give one"),
-        (("--prompt", "1", "--zero-context", "40", "--capacity", "41"), 1, "the cache has room for 41"),
-        (("--prompt", "1", "--max-new-tokens", "0"), 2, "must be at least 1"),
-        (("--prompt", "1", "--beams", "4"), 2, "unrecognized arguments"),
-    ],
-)
-def test_command_line_refusals(options: tuple[str, ...], code: int, reason: str, tmp_path: Path) -> None:
-    """Exit codes and reasons."""
-    arguments = ["generate", str(write_tiny(tmp_path, "int8")), "--tokenizer", "ids", *options]
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        try:
-            returned = main(arguments)
-        except SystemExit as stop:
-            returned = int(str(stop.code))
-    assert returned == code
-    assert reason in said.getvalue()

@@ -21,7 +21,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import ArrayLike, NDArray
 
-from .kv_cache_inputs import DecodeError, InputNames, as_float32
+from .kv_cache_inputs import DecodeError, InputNames, as_float32, check_rotary_tables
 from .kv_cache_memory import session_provider
 from .kv_cache_model import ELEMENT_BYTES, read_decoder
 from .quantized_kv_cache import CacheError, QuantizedKvCache, model_fingerprint
@@ -35,8 +35,8 @@ MAX_CAPTURED_TOKENS = 16
 class DecodeSession:
     """One model with one cache. captured: use CUDA graphs for steps (default: on CUDA). threads: 0 lets ORT choose.
 
-    Raises DecodeError for inputs it does not know, CacheModelError for caches of another kind,
-    kv_cache_memory.DeviceError.
+    Raises DecodeError for inputs it does not know and for a capacity beyond the rotary table, CacheModelError for
+    caches of another kind, kv_cache_memory.DeviceError.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class DecodeSession:
             raise DecodeError(msg)
         self.model = read_decoder(model).require()
         self.names = InputNames(self.model)
+        check_rotary_tables(self.model, capacity)
         self.cache = QuantizedKvCache(
             self.model, batch, capacity, device, device_id,
             static_scales=static_scales, fingerprint=model_fingerprint(model),

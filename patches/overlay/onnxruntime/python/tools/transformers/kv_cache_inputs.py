@@ -47,6 +47,22 @@ class InputNames:
         self.unused_outputs = [n for n in model.outputs if n != self.logits]
 
 
+def check_rotary_tables(model: DecoderModel, capacity: int) -> None:
+    """Raises DecodeError where a layer's rotary table, as stored in the model, has fewer rows than the capacity.
+
+    A step's total_sequence_length is the capacity: the operator would refuse every one.
+    """
+    turning = [layer for layer in model.layers if layer.rotary_rows]
+    shortest = min(turning, key=lambda layer: layer.rotary_rows, default=None)
+    if shortest is not None and capacity > shortest.rotary_rows:
+        msg = (
+            f"capacity {capacity} is beyond the rotary table of {shortest.node}: its cos_cache has "
+            f"{shortest.rotary_rows} rows. Give a smaller --capacity (perplexity: --window), or export the model with "
+            "a longer table"
+        )
+        raise DecodeError(msg)
+
+
 def _integer(name: str, kind: int) -> IntegerType:
     if kind not in _INTEGERS:
         msg = f"graph input {name}: its type is {helper.tensor_dtype_to_string(kind)}, wanted int64 or int32"

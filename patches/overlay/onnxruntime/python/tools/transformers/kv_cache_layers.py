@@ -66,7 +66,8 @@ class CacheLayer:
     index: the number in the cache's name, else the node's position. cache_dtype: float32, float16, bfloat16, int8,
     float8e4m3fn or int4. element_type: the ONNX type of past and present. num_heads, kv_heads, head_size: H, Hkv, D.
     capacity: dimension 2 of past, a number where the model fixes it, else its name. rotary: 0 none, 1 halves,
-    2 interleaved pairs; rotary_size: elements of a head that turn, 0 where the table's width is not known.
+    2 interleaved pairs; rotary_size: elements of a head that turn, 0 where the table's width is not known;
+    rotary_rows: tokens that the table is for, 0 where it is not stored in the model.
     """
 
     index: int
@@ -81,6 +82,7 @@ class CacheLayer:
     capacity: int | str
     rotary: int = 0
     rotary_size: int = 0
+    rotary_rows: int = 0
 
     @property
     def sides(self) -> tuple[CacheSide, CacheSide]:

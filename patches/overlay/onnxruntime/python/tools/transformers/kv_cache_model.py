@@ -146,7 +146,7 @@ def _read_layer(graph: GraphIndex, node: NodeProto, inside: str, position: int, 
     if not size:
         return Problem(label, "the model does not tell the head size; give it by --head-size")
     number = re.findall(r"\d+", node.input[3])
-    rotary, rotary_size = _rotary(graph, node, size)
+    rotary, rotary_size, rotary_rows = _rotary(graph, node, size)
     return CacheLayer(
         index=int(number[-1]) if number else position,
         node=label,
@@ -160,6 +160,7 @@ def _read_layer(graph: GraphIndex, node: NodeProto, inside: str, position: int, 
         capacity=shape[2] if len(shape) == 4 else "",
         rotary=rotary,
         rotary_size=rotary_size,
+        rotary_rows=rotary_rows,
     )
 
 
@@ -204,16 +205,17 @@ def _head_size(
     return 0
 
 
-def _rotary(graph: GraphIndex, node: NodeProto, head_size: int) -> tuple[int, int]:
+def _rotary(graph: GraphIndex, node: NodeProto, head_size: int) -> tuple[int, int, int]:
+    """rotary, rotary_size and rotary_rows of a layer."""
     attrs = attributes(node)
     if not attrs.get("do_rotary", 0):
-        return 0, 0
+        return 0, 0, 0
     table = graph.initializers.get(input_at(node, 7))
-    half = table.dims[-1] if table is not None else 0
+    rows, half = table.dims if table is not None and len(table.dims) == 2 else (0, 0)
     if not half:
         declared = (dims(graph.infos.get(input_at(node, 7))) or [0])[-1]
         half = declared if isinstance(declared, int) else 0
-    return (2 if attrs.get("rotary_interleaved", 0) else 1), min(2 * half, head_size)
+    return (2 if attrs.get("rotary_interleaved", 0) else 1), min(2 * half, head_size), rows
 
 
 def _other_caches(graph: GraphIndex, proto: ModelProto) -> list[Problem]:
