@@ -27,15 +27,12 @@ struct QueryRows {
   float sum[8 * kRowTiles];                     // of the row times KeyUnit, what KeyBias is multiplied by
 };
 
-// First element of row `row` of the s * G + g rows of (b, kv_head), and its token.
-struct QueryRowPlace {
+// A query row and its first element from p.query.
+struct QueryRowPlace : QueryRow {
   int64_t offset;
-  int s;
   __device__ __forceinline__ QueryRowPlace(const GqaParams& p, int64_t b, int kv_head, int row)
-      : s(p.sequence_length == 1 ? 0 : row / p.group_size) {
-    const int head = kv_head * p.group_size + row - s * p.group_size;
-    offset = (b * p.sequence_length + s) * p.query_stride + static_cast<int64_t>(head) * p.head_size;
-  }
+      : QueryRow(p, kv_head, row),
+        offset((b * p.sequence_length + s) * p.query_stride + static_cast<int64_t>(head) * p.head_size) {}
 };
 
 // A lane's part of that row as it lies in memory, on its way before anything else of the row is; nothing without

@@ -10,6 +10,7 @@
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode_inputs.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode_merge.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/kernel_launch.cuh"
+#include "contrib_ops/cuda/bert/kv_cache_quant/row_part.cuh"
 
 namespace onnxruntime {
 namespace contrib {

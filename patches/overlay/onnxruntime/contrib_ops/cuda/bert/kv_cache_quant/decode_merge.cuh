@@ -97,8 +97,8 @@ struct PartMerge {
 
   static __device__ __forceinline__ void Write(const GqaParams& p, int64_t b, int kv_head, int row, int d,
                                                const float4& x) {
-    const int s = p.sequence_length == 1 ? 0 : row / p.group_size;
-    const int64_t at = OutputRow(p, b, s, kv_head * p.group_size + row - s * p.group_size);
+    const QueryRow place(p, kv_head, row);
+    const int64_t at = OutputRow(p, b, place.s, place.head);
     const float elements[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -56,6 +56,23 @@ __device__ __forceinline__ void FillOutput(const GqaParams& p, const PrefillWork
   }
 }
 
+// The maximum and the denominator of rows 16m + r + 8h, over all tokens.
+template <typename Warp>
+__device__ __forceinline__ void LoadStats(const Warp& warp, typename Warp::PerRow& maximum,
+                                          typename Warp::PerRow& denominator) {
+  const LanePlace at;
+  Warp::OfRows(warp.State().maximum, at.r, maximum);
+#pragma unroll
+  for (int m = 0; m < Warp::kRowTiles; ++m) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float sum = warp.State().denominator[at.lane][2 * m + h];
+      sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+      denominator[m][h] = sum + __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
+    }
+  }
+}
+
 // Results of one split: accumulators times v_norm and the statistics. valid_rows: of the warp's.
 template <typename Warp>
 __device__ __forceinline__ void WritePartial(const GqaParams& p, const Warp& warp, int lane, float v_norm,
@@ -63,7 +80,7 @@ __device__ __forceinline__ void WritePartial(const GqaParams& p, const Warp& war
   const int c = lane % 4;
   typename Warp::PerRow maximum;
   typename Warp::PerRow denominator;
-  warp.LoadStats(maximum, denominator);
+  LoadStats(warp, maximum, denominator);
 #pragma unroll
   for (int m = 0; m < Warp::kRowTiles; ++m) {
 #pragma unroll
@@ -101,7 +118,7 @@ __device__ __forceinline__ void WriteOutput(const GqaParams& p, const Warp& warp
   const float common = scaled ? 1.0f : StaticValueScale(p, work.kv_head, 0);
   typename Warp::PerRow maximum;
   typename Warp::PerRow denominator;
-  warp.LoadStats(maximum, denominator);
+  LoadStats(warp, maximum, denominator);
   __syncwarp();  // the query rows that were in staging have been read
 #pragma unroll
   for (int m = 0; m < Warp::kRowTiles; ++m) {

@@ -381,21 +381,6 @@ struct PrefillWarp {
     Mix(values, by, maximum, Rows::kExact ? nullptr : scales->v, at.c, scores);
   }
 
-  // Of rows 16m + r + 8h, all tokens.
-  __device__ __forceinline__ void LoadStats(PerRow& maximum, PerRow& denominator) const {
-    const LanePlace at;
-    OfRows(State().maximum, at.r, maximum);
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float sum = State().denominator[at.lane][2 * m + h];
-        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
-        denominator[m][h] = sum + __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
-      }
-    }
-  }
-
   // Accumulators of row 16m + r + 8h that are neighbours in the output: those of elements
   // [FirstElement(chunk, column), + 2 * kColumnTiles), for the lanes with lane % 4 == column.
   static constexpr int kRun = 2 * kColumnTiles;

@@ -71,6 +71,15 @@ __device__ __forceinline__ float StaticValueScale(const GqaParams& p, int kv_hea
                                              : p.v.static_scale[static_cast<int64_t>(kv_head) * p.head_size + d];
 }
 
+// Row `row` of the s * G + g query rows of a KV head.
+struct QueryRow {
+  int s;
+  int head;
+  __device__ __forceinline__ QueryRow(const GqaParams& p, int kv_head, int row)
+      : s(p.sequence_length == 1 ? 0 : row / p.group_size),
+        head(kv_head * p.group_size + row - s * p.group_size) {}
+};
+
 // First element of the output of token s, query head `head`.
 __device__ __forceinline__ int64_t OutputRow(const GqaParams& p, int64_t b, int s, int head) {
   return ((b * p.sequence_length + s) * p.num_heads + head) * p.head_size;
