@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 from onnx import ModelProto, TensorProto
-from onnxruntime.transformers.kv_cache_model import CacheLayer, CacheSide, read_decoder
+from onnxruntime.transformers.kv_cache_layers import CacheLayer, CacheSide
+from onnxruntime.transformers.kv_cache_model import read_decoder
 
 from python_tests.reference.format import Array, CacheDtype, dequantize
 

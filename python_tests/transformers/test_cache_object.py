@@ -11,8 +11,9 @@ from onnx import TensorProto
 from onnxruntime.transformers import kv_cache_file
 from onnxruntime.transformers.kv_cache_decoder import DecodeSession
 from onnxruntime.transformers.kv_cache_file import CacheFileError
+from onnxruntime.transformers.kv_cache_layers import CacheModelError
 from onnxruntime.transformers.kv_cache_memory import DeviceError, DeviceMemory, session_provider
-from onnxruntime.transformers.kv_cache_model import CacheModelError, read_decoder
+from onnxruntime.transformers.kv_cache_model import read_decoder
 from onnxruntime.transformers.quantized_kv_cache import CacheError, QuantizedKvCache
 
 from python_tests.transformers.decoders import KINDS, TINY, open_tiny, random_ids, write_tiny

@@ -17,7 +17,7 @@ from onnxruntime.transformers.kv_cache_calibration import (
     read_calibration,
 )
 from onnxruntime.transformers.kv_cache_convert import CacheChoice, quantize_caches
-from onnxruntime.transformers.kv_cache_model import CacheModelError
+from onnxruntime.transformers.kv_cache_layers import CacheModelError
 from onnxruntime.transformers.kv_cache_quantizer import main, read_tokens
 
 from python_tests.reference.format import Array, CacheDtype, dequantize, quantize_static

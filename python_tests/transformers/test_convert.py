@@ -7,7 +7,8 @@ import pytest
 from onnx import ModelProto, TensorProto
 from onnxruntime.transformers.kv_cache_calibration import Calibration, Magnitudes
 from onnxruntime.transformers.kv_cache_convert import CacheChoice, quantize_caches
-from onnxruntime.transformers.kv_cache_model import CacheModelError, read_decoder
+from onnxruntime.transformers.kv_cache_layers import CacheModelError
+from onnxruntime.transformers.kv_cache_model import read_decoder
 
 from python_tests.op.providers import Provider
 from python_tests.reference.format import Array, CacheDtype, codes_near, token_scales, unpack

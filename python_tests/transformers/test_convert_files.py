@@ -14,7 +14,8 @@ from onnx import TensorProto
 from onnxruntime.transformers.kv_cache_calibration import measure
 from onnxruntime.transformers.kv_cache_convert import CacheChoice
 from onnxruntime.transformers.kv_cache_convert_file import Written, convert_file
-from onnxruntime.transformers.kv_cache_model import CacheModelError, read_decoder
+from onnxruntime.transformers.kv_cache_layers import CacheModelError
+from onnxruntime.transformers.kv_cache_model import read_decoder
 from onnxruntime.transformers.kv_cache_quantizer import main
 from onnxruntime.transformers.kv_cache_weights import copy_with_holes
 

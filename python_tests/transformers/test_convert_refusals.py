@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from onnxruntime.transformers.kv_cache_convert import CacheChoice, quantize_caches
-from onnxruntime.transformers.kv_cache_model import CacheModelError, read_decoder
+from onnxruntime.transformers.kv_cache_layers import CacheModelError
+from onnxruntime.transformers.kv_cache_model import read_decoder
 
 from python_tests.transformers.models import MS, Shape, decoder
 

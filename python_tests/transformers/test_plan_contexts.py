@@ -10,7 +10,8 @@ import pytest
 from onnx import TensorProto
 from onnxruntime.transformers.kv_cache_convert import CacheChoice, quantize_caches
 from onnxruntime.transformers.kv_cache_footprint import KINDS, PRESETS, model_footprint, parse_size
-from onnxruntime.transformers.kv_cache_model import CacheModelError, read_decoder
+from onnxruntime.transformers.kv_cache_layers import CacheModelError
+from onnxruntime.transformers.kv_cache_model import read_decoder
 from onnxruntime.transformers.kv_cache_plan import Request, chart, main, make_plan, table
 from onnxruntime.transformers.kv_cache_plan_chart import COLORS, INK, round_steps, short_count
 

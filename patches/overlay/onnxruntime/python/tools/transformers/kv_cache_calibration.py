@@ -21,14 +21,8 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import TensorProto
 
-from .kv_cache_model import (
-    PER_CHANNEL,
-    CacheLayer,
-    CacheModelError,
-    DecoderModel,
-    Problem,
-    read_decoder,
-)
+from .kv_cache_layers import PER_CHANNEL, CacheLayer, CacheModelError, DecoderModel, Problem
+from .kv_cache_model import read_decoder
 
 Floats: TypeAlias = NDArray[np.float32]
 FORMAT, VERSION = "kv-cache-calibration", 1

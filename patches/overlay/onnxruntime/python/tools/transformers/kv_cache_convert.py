@@ -17,7 +17,7 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, num
 
 from .kv_cache_calibration import Calibration
 from .kv_cache_graph import GQA, GraphIndex, attributes, input_at, node_label, output_at
-from .kv_cache_model import (
+from .kv_cache_layers import (
     GRANULARITIES,
     MAX_GROUP,
     MAX_HEAD_SIZE,
@@ -28,8 +28,8 @@ from .kv_cache_model import (
     CacheSide,
     DecoderModel,
     Problem,
-    read_decoder,
 )
+from .kv_cache_model import read_decoder
 
 SCALE_TYPES = {"float32": int(TensorProto.FLOAT), "float16": int(TensorProto.FLOAT16)}
 _FLOAT8_IR_VERSION = 9

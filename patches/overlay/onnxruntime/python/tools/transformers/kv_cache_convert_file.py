@@ -15,7 +15,8 @@ from . import kv_cache_genai as genai
 from .kv_cache_calibration import Calibration
 from .kv_cache_convert import CacheChoice, Conversion, quantize_caches
 from .kv_cache_graph import CONTRIB_DOMAIN, walk
-from .kv_cache_model import CacheModelError, DecoderModel, Problem, load_graph
+from .kv_cache_layers import CacheModelError, DecoderModel, Problem
+from .kv_cache_model import load_graph
 from .kv_cache_weights import DataFile, place_data, remove
 
 

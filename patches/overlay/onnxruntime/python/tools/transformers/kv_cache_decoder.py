@@ -22,8 +22,9 @@ import onnxruntime as ort
 from numpy.typing import ArrayLike, NDArray
 
 from .kv_cache_inputs import DecodeError, InputNames, as_float32, check_rotary_tables
+from .kv_cache_layers import ELEMENT_BYTES
 from .kv_cache_memory import session_provider
-from .kv_cache_model import ELEMENT_BYTES, read_decoder
+from .kv_cache_model import read_decoder
 from .quantized_kv_cache import CacheError, QuantizedKvCache, model_fingerprint
 
 F32 = NDArray[np.float32]

@@ -13,7 +13,8 @@ from onnx import ModelProto, TensorProto, helper
 
 from .kv_cache_genai import read_config
 from .kv_cache_graph import GraphIndex, attributes
-from .kv_cache_model import CacheModelError, Problem, load_graph, read_decoder
+from .kv_cache_layers import CacheModelError, Problem
+from .kv_cache_model import load_graph, read_decoder
 from .kv_cache_weights import tensors
 
 # Cache kind: bits of an element, whether it has scales.

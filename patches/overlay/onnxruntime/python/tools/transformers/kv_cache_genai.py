@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .kv_cache_convert import Conversion
-from .kv_cache_model import PER_TOKEN, CacheModelError, Problem
+from .kv_cache_layers import PER_TOKEN, CacheModelError, Problem
 
 CONFIG = "genai_config.json"
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from .kv_cache_model import DecoderModel
+from .kv_cache_layers import DecoderModel
 
 F32 = NDArray[np.float32]
 IntegerType: TypeAlias = type[np.int64] | type[np.int32]

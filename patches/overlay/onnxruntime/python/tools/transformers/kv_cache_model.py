@@ -31,42 +31,14 @@ from .kv_cache_graph import (
     walk,
 )
 from .kv_cache_layers import (
-    ELEMENT_BYTES,
     FLOAT_CACHES,
-    GRANULARITIES,
-    MAX_GROUP,
-    MAX_HEAD_SIZE,
     NONE,
-    PER_CHANNEL,
-    PER_TENSOR,
-    PER_TOKEN,
-    QUANTIZED_CACHES,
     CacheLayer,
     CacheModelError,
     CacheSide,
     DecoderModel,
     Problem,
 )
-
-__all__ = [
-    "ELEMENT_BYTES",
-    "FLOAT_CACHES",
-    "GRANULARITIES",
-    "MAX_GROUP",
-    "MAX_HEAD_SIZE",
-    "NONE",
-    "PER_CHANNEL",
-    "PER_TENSOR",
-    "PER_TOKEN",
-    "QUANTIZED_CACHES",
-    "CacheLayer",
-    "CacheModelError",
-    "CacheSide",
-    "DecoderModel",
-    "Problem",
-    "load_graph",
-    "read_decoder",
-]
 
 
 def load_graph(path: str | Path) -> ModelProto:

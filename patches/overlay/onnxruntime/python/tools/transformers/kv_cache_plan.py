@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .kv_cache_footprint import KINDS, PRESETS, Footprint, largest_context, model_footprint, parse_size
-from .kv_cache_model import CacheModelError
+from .kv_cache_layers import CacheModelError
 from .kv_cache_plan_chart import Line, draw
 
 SCALES = {"float32": 4, "float16": 2, "static": 0}

@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 from .kv_cache_calibration import Calibration, measure, read_calibration
 from .kv_cache_convert import SCALE_TYPES, CacheChoice
 from .kv_cache_convert_file import convert_file, describe, report
-from .kv_cache_model import CacheModelError, Problem, read_decoder
+from .kv_cache_layers import CacheModelError, Problem
+from .kv_cache_model import read_decoder
 from .kv_cache_weights import DATA_RULES
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}

@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 
 from onnx import AttributeProto, GraphProto, ModelProto, TensorProto
 
-from .kv_cache_model import CacheModelError, Problem
+from .kv_cache_layers import CacheModelError, Problem
 
 DATA_RULES = ("auto", "copy", "link")
 _CLONE = 0x40049409  # ioctl FICLONE of Linux

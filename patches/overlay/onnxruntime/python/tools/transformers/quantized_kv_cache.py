@@ -28,8 +28,9 @@ from onnx import ModelProto, TensorProto
 
 from . import kv_cache_file
 from .kv_cache_file import CacheFileError
+from .kv_cache_layers import ELEMENT_BYTES, PER_TOKEN, CacheLayer, CacheSide, DecoderModel
 from .kv_cache_memory import DeviceMemory
-from .kv_cache_model import ELEMENT_BYTES, PER_TOKEN, CacheLayer, CacheSide, DecoderModel, read_decoder
+from .kv_cache_model import read_decoder
 
 Lengths = NDArray[np.int64]
 
