@@ -116,6 +116,9 @@ def test_scales_hold_what_was_measured(tmp_path: Path, kind: str) -> None:
             assert channel.shape == (1, 2, 1, 16)
             assert tensor.shape == (1,)
             assert channel.dtype == tensor.dtype == np.float32
+            # The largest code is what was measured: a larger scale would hold it too, and waste codes.
+            np.testing.assert_allclose(channel[0, :, 0] * QMAX[kind], magnitudes.channel, rtol=1e-6)
+            np.testing.assert_allclose(tensor * QMAX[kind], magnitudes.tensor, rtol=1e-6)
             for scale in (channel[0], tensor):
                 rows = quantize_static(values, scale, CacheDtype(kind))
                 error = np.abs(dequantize(rows, scale, CacheDtype(kind), 16) - values)
