@@ -136,15 +136,19 @@ def test_decode(case: KernelCase, device: Device) -> None:
 
 
 def test_lists_reach_one_few_and_all_splits(device: Device) -> None:
-    """One split, which writes the output itself, some, and as many as the capacity has tiles."""
-    seen = set()
+    """One split, which writes the output itself, some, and as many as the capacity has; each way to merge few."""
+    seen, clustered, counted = set(), 0, 0
     for case in [*SPLITS, *ONE_SPLIT, *GROUPS]:
         if case.dtype is CacheDtype.INT8:
             with Call(device, case, make_inputs(case), make_past(case)) as call:
                 seen.add(call.plan.splits)
+                clustered += call.plan.cluster > 1
+                counted += call.plan.counters > 0
     assert 1 in seen
     assert len(seen) >= 4
     assert max(seen) >= 700 // 128
+    assert counted
+    assert clustered or not any(device.clusters)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
