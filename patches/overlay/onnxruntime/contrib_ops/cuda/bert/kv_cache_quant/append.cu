@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(32 * kWarps, 4)
 
   // These loads do not depend on the length, so they are under way while it is read.
   LaneWords<kLaneElements> words = {};
-  if (vectors) words = LoadLaneWords<kLaneElements>(p, base, offset, d, !is_value);
+  if (vectors) LoadLaneWords(p, FindLaneWords(p, base, offset, d, !is_value), words);
   const bool per_token = side.mode == KvScaleMode::kPerToken;
   float scale[8];
   if (!per_token) LoadStaticScales(p, side, h, lane, scale);
@@ -76,7 +76,10 @@ __global__ void __launch_bounds__(32 * kWarps, 4)
   const int64_t position = sequence.past + s;
   float x[8] = {};
   if (vectors) {
-    UnpackRotated(p, words, d, position, !is_value, x);
+    LaneSource angles;
+    FindLaneAngles(p, d, position, !is_value, angles);
+    LoadLaneWords(p, angles, words);
+    UnpackRotated(p, words, d, !is_value, x);
   } else {
     LoadLaneRow(p, base, offset, position, lane, !is_value, false, x);
   }

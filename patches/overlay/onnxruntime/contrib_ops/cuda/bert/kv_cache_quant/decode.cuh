@@ -31,16 +31,16 @@ namespace kv_cache_quant {
 __device__ __forceinline__ float InfinityToNan(float x) { return fmaf(x, 0.0f, x); }
 
 // One warp's part of the attention of a unit.
-template <KvFormat kFormat, int kHeadSize, bool kWholeRows, int kRowTiles>
+template <typename WarpShape>
 struct DecodeWarp {
-  using Shape = DecodeShape<kFormat, kHeadSize, kWholeRows, kRowTiles>;
-  using FormatCodec = Codec<kFormat>;
+  using Shape = WarpShape;
+  using FormatCodec = Codec<Shape::kFormat>;
   static constexpr int kTokenTiles = Shape::kTokenTiles;
-  static constexpr int kRowTilesOfWarp = kRowTiles;
+  static constexpr int kRowTiles = Shape::kRowTiles;
   static constexpr unsigned kAllLanes = 0xFFFFFFFFu;
   using Tile = float[kTokenTiles][kRowTiles][4];  // tokens r (0, 1) and r + 8 (2, 3), query rows 2c and 2c + 1
 
-  using Tiles = DecodeTile<kFormat, kHeadSize, kWholeRows, kRowTiles>;
+  using Tiles = DecodeTile<Shape>;
   static constexpr int kStep = Shape::kWarps * Shape::kTileTokens;
 
   const GqaParams& p;
@@ -60,12 +60,12 @@ struct DecodeWarp {
   int first_position;  // of query row 0, counted as tokens are; negative where the split begins later
 
   __device__ __forceinline__ DecodeWarp(const GqaParams& params, int lane, int64_t first_row, int tokens,
-                                        int old_tokens, const typename Tiles::New& new_rows, const uint4* shared_query)
+                                        int old_tokens, const uint4* shared_query)
       : p(params),
         r(lane / 4),
         c(lane % 4),
         query(shared_query),
-        kv(params, lane, first_row, tokens, old_tokens, new_rows),
+        kv(params, lane, first_row, tokens, old_tokens),
         v_norm(0.0f),
         started(false) {
 #pragma unroll
@@ -349,17 +349,17 @@ struct DecodeWarp {
     return Shape::Element(Shape::ValueOffset(i / Shape::kElements, lane_row)) + i % Shape::kElements;
   }
 
-  // Starts the loads of the first tile that is this warp's.
+  // Starts the loads of the first tile that is this warp's: before the new rows are there if it has none, or after.
+  template <bool kWholeTile>
   __device__ __forceinline__ void Begin(int tile) {
-    if (tile >= kv.count) return;
-    kv.LoadKey(tile);
-    kv.LoadValue(tile);
+    if (tile >= kv.count || kv.IsWhole(tile) != kWholeTile) return;
+    kv.template LoadKeyRows<kWholeTile>(tile);
+    kv.template LoadValueRows<kWholeTile>(tile);
   }
 
   // All tiles from `tile` on that are this warp's.
   __device__ __forceinline__ void Run(int tile) {
     for (; tile < kv.count; tile += kStep) {
-      if (tile + Shape::kTileTokens > kv.old) kv.TakeNewRows(tile);
       Tile scores;
       Score(scores);
       const bool masked = IsMasked(tile);
@@ -368,7 +368,7 @@ struct DecodeWarp {
       if (more) kv.LoadKey(tile + kStep);
       RaiseMaximum(scores);
       Weigh(scores, masked);
-      if constexpr (kFormat == KvFormat::kFloat8E4M3FN) {
+      if constexpr (Shape::kFormat == KvFormat::kFloat8E4M3FN) {
         if (masked) TakeOutNanCodes(*this, tile);
       }
       Mix(scores);

@@ -6,7 +6,6 @@
 #pragma once
 
 #include "contrib_ops/cuda/bert/kv_cache_quant/append.cuh"
-#include "contrib_ops/cuda/bert/kv_cache_quant/decode_tile.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/query_tile.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/unit.cuh"
 
@@ -27,6 +26,17 @@ struct QueryRows {
   float sum[8 * kRowTiles];                     // of the row times KeyUnit, what KeyBias is multiplied by
 };
 
+// The sum over a warp of numbers that are together below 1/2, each to 2^-33. In all lanes.
+__device__ __forceinline__ float SumOfLanes(float x) {
+#if __CUDA_ARCH__ >= 800
+  return static_cast<float>(__reduce_add_sync(0xFFFFFFFFu, __float2int_rn(x * 0x1p32f))) * 0x1p-32f;
+#else
+#pragma unroll
+  for (int mask = 1; mask < 32; mask *= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, mask);
+  return x;
+#endif
+}
+
 // A query row and its first element from p.query.
 struct QueryRowPlace : QueryRow {
   int64_t offset;
@@ -35,31 +45,48 @@ struct QueryRowPlace : QueryRow {
         offset((b * p.sequence_length + s) * p.query_stride + static_cast<int64_t>(head) * p.head_size) {}
 };
 
-// A lane's part of that row as it lies in memory, on its way before anything else of the row is; nothing without
-// `vectors` (plan.activation_vectors).
-template <int kHeadSize>
-__device__ __forceinline__ LaneWords<kHeadSize / 32> LoadQueryWords(const GqaParams& p, int64_t b, int kv_head, int row,
-                                                                    int rows, int lane, bool vectors) {
+// Where a lane's part of a row and its angles are.
+__device__ __forceinline__ LaneSource FindRow(const GqaParams& p, const void* base, int64_t offset, int64_t position,
+                                              int d, bool rotates) {
+  LaneSource from = FindLaneWords(p, base, offset, d, rotates);
+  FindLaneAngles(p, d, position, rotates, from);
+  return from;
+}
+
+// Of a query row; nothing without `vectors` (plan.activation_vectors).
+__device__ __forceinline__ LaneSource FindQuery(const GqaParams& p, int64_t b, int kv_head, int row, int rows,
+                                                int64_t past, int d, bool vectors) {
   if (!vectors || row >= rows) return {};
-  constexpr int kElements = kHeadSize / 32;
-  return LoadLaneWords<kElements>(p, p.query, QueryRowPlace(p, b, kv_head, row).offset, lane * kElements, true);
+  const QueryRowPlace place(p, b, kv_head, row);
+  return FindRow(p, p.query, place.offset, past + place.s, d, true);
+}
+
+// Has it on its way to L2: rows that the kernel before may still write, as L2 does not mind.
+__device__ __forceinline__ void Prefetch(const LaneSource& from) {
+  const auto prefetch = [](const uint16_t* address) {
+    if (address != nullptr) asm volatile("prefetch.global.L2 [%0];\n" ::"l"(address) : "memory");
+  };
+  prefetch(from.own);
+  prefetch(from.cos);
+  prefetch(from.sin);
 }
 
 // Row `row` of the s * G + g rows of (b, kv_head), of which there are `rows`; zeros from there on. After rotary, times
-// K's PER_CHANNEL scale, times a power of two that brings the largest element to [0.5, 1). words: LoadQueryWords'.
-template <typename Shape, KvFormat kFormat, int kRowTiles, int kHeadSize>
+// K's PER_CHANNEL scale, times a power of two that brings the largest element to [0.5, 1). words: from FindQuery's.
+template <typename Shape>
 __device__ __forceinline__ void LayOutQueryRow(const GqaParams& p, int64_t b, int kv_head, int row, int rows,
                                                int64_t past, int lane, bool vectors,
-                                               const LaneWords<kHeadSize / 32>& words,
-                                               QueryRows<kRowTiles, kHeadSize>& query) {
-  using FormatCodec = Codec<kFormat>;
-  constexpr int kElements = kHeadSize / 32;  // of a lane
+                                               const LaneWords<Shape::kHeadSize / 32>& words,
+                                               QueryRows<Shape::kRowTiles, Shape::kHeadSize>& query) {
+  using FormatCodec = Codec<Shape::kFormat>;
+  constexpr int kElements = Shape::kHeadSize / 32;  // of a lane
   float x[kElements] = {};
   float factor = 0.0f;
+  float amax = 0.0f;
   if (row < rows) {
     const QueryRowPlace place(p, b, kv_head, row);
     if (vectors) {
-      UnpackRotated(p, words, lane * kElements, past + place.s, true, x);
+      UnpackRotated(p, words, lane * kElements, true, x);
     } else {
       LoadLaneRow(p, p.query, place.offset, past + place.s, lane, true, false, x);
     }
@@ -72,7 +99,8 @@ __device__ __forceinline__ void LayOutQueryRow(const GqaParams& p, int64_t b, in
       for (int i = 0; i < kElements; ++i) x[i] *= channel[i];
     }
     // Inf and NaN stay what they are. The ends keep both powers normal numbers.
-    const int exponent = min(max((__float_as_int(WarpAmax(x)) >> 23) - 126, -126), 126);
+    amax = WarpAmax(x);
+    const int exponent = min(max((__float_as_int(amax) >> 23) - 126, -126), 126);
     factor *= PowerOfTwo(exponent);
 #pragma unroll
     for (int i = 0; i < kElements; ++i) x[i] *= PowerOfTwo(-exponent);
@@ -92,39 +120,55 @@ __device__ __forceinline__ void LayOutQueryRow(const GqaParams& p, int64_t b, in
     auto* const to = reinterpret_cast<__half*>(&query.words[row / 8][at / 8][row % 8 * 4 + quarter]);
     to[at % 8] = stored;
   }
-#pragma unroll
-  for (int mask = 1; mask < 32; mask *= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, mask);
+  if (FormatCodec::kKeyBias != 0.0f) sum = amax < INFINITY ? SumOfLanes(sum) : NAN;
   if (lane == 0) {
     query.factor[row] = factor * (1.0f / kQueryUnit);
     query.sum[row] = sum;
   }
 }
 
-// New row of K or V (side 0 or 1) at `position`: codes and scale into the cache, and into row `index` of new_rows.
-template <KvFormat kFormat, int kHeadSize, int kRows>
-__device__ __forceinline__ void AppendNewRow(const GqaParams& p, int64_t b, int kv_head, int s, int64_t position,
-                                             int side, int index, int lane, bool vectors,
-                                             NewRows<kFormat, kHeadSize, kRows>& new_rows) {
-  const KvSide& to = side == 0 ? p.k : p.v;
-  const int64_t offset = (b * p.sequence_length + s) * p.kv_stride + static_cast<int64_t>(kv_head) * p.head_size;
-  constexpr int kElements = kHeadSize / 32;  // of a lane
+// New row `number` of a split: the first one is at `first`; K's and V's take turns.
+struct NewRowPlace {
+  bool is_value;
+  int64_t position;  // in the sequence
+  int64_t offset;    // of its first element from p.key or p.value
+  int64_t cache_row;
+
+  __device__ __forceinline__ NewRowPlace(const GqaParams& p, int64_t b, int kv_head, int64_t past, int64_t first,
+                                         int number)
+      : is_value(number % 2 != 0),
+        position(first + number / 2),
+        offset((b * p.sequence_length + position - past) * p.kv_stride + static_cast<int64_t>(kv_head) * p.head_size),
+        cache_row((b * p.kv_num_heads + kv_head) * p.capacity + position) {}
+
+  // A lane's part; nothing without `vectors`.
+  __device__ __forceinline__ LaneSource Find(const GqaParams& p, int d, bool vectors) const {
+    if (!vectors) return {};
+    return FindRow(p, is_value ? p.value : p.key, offset, position, d, !is_value);
+  }
+};
+
+// Its codes and scale into the cache. words: from what Find gave.
+template <KvFormat kFormat, int kElements>
+__device__ __forceinline__ void AppendNewRow(const GqaParams& p, int kv_head, const NewRowPlace& place, int lane,
+                                             bool vectors, const LaneWords<kElements>& words) {
+  const KvSide& to = place.is_value ? p.v : p.k;
   float x[kElements];
-  LoadLaneRow(p, side == 0 ? p.key : p.value, offset, position, lane, side == 0, vectors, x);
-  const int64_t cache_row = (b * p.kv_num_heads + kv_head) * p.capacity + position;
+  if (vectors) {
+    UnpackRotated(p, words, lane * kElements, !place.is_value, x);
+  } else {
+    LoadLaneRow(p, place.is_value ? p.value : p.key, place.offset, place.position, lane, !place.is_value, false, x);
+  }
   int32_t code[kElements] = {};
   if (to.mode == KvScaleMode::kPerToken) {
     const float scale = EncodeTokenRow<kFormat>(to, x, code);
-    if (lane == 0) {
-      StoreTokenScale(to, cache_row, scale);
-      new_rows.scale[side][index] = scale;
-    }
+    if (lane == 0) StoreTokenScale(to, place.cache_row, scale);
   } else {
     float scale[kElements] = {};
     LoadStaticScales(p, to, kv_head, lane, scale);
     EncodeStaticRow<kFormat>(scale, x, code);
   }
-  if (lane * kElements < p.head_size) StoreCodes<kFormat>(to.codes + cache_row * p.row_bytes, lane, code);
-  StoreCodes<kFormat>(new_rows.codes[side][index], lane, code);
+  if (lane * kElements < p.head_size) StoreCodes<kFormat>(to.codes + place.cache_row * p.row_bytes, lane, code);
 }
 
 }  // namespace kv_cache_quant

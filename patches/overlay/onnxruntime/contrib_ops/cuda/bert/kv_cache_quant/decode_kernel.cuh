@@ -16,16 +16,43 @@ namespace onnxruntime {
 namespace contrib {
 namespace kv_cache_quant {
 
-// What the warps leave for each other. Statistics of a row lie side by side, by warp.
-template <int kRows, int kHeadSize, int kThreads>
-struct DecodeBlockShared {
-  static constexpr int kWarps = kThreads / 32;
-  alignas(16) float maximum[kRows][kWarps];
-  alignas(16) float denominator[kRows][kWarps];
-  alignas(16) float norm[kWarps];
-  float2 stats[kRows];                     // the block's, for ClusterMerge
-  float4 sums[kThreads * kHeadSize / 16];  // accumulators of 8 rows, (warp, quad, lane); then what merges need
+enum class DecodeResult : int32_t { kOutput,
+                                    kPartial,    // of a split, in memory
+                                    kCluster };  // likewise, in the inbox of the block that finishes it
+
+// Dynamic shared memory of a block.
+template <typename Shape>
+struct DecodeShared {
+  static constexpr int kRowItems = Shape::kHeadSize / 4;  // float4 of a row
+  using Query = QueryRows<Shape::kRowTiles, Shape::kHeadSize>;
+  using Inbox = ClusterInbox<Shape::kRows * kRowItems>;
+
+  union {
+    Query query;  // until the attention is done
+    Inbox inbox;  // from when all blocks of the cluster have arrived there
+  };
+  alignas(16) float maximum[Shape::kRows][Shape::kWarps];  // of each warp
+  alignas(16) float denominator[Shape::kRows][Shape::kWarps];
+  alignas(16) float norm[Shape::kWarps];
+  float4 sums[Shape::kWarps][8][kRowItems];  // the warps' sums of 8 rows, in SumPlace; then what the merge needs
+  uint64_t inbox_barrier;
+  int32_t last;  // the entry's seqlens_k
+  // What is needed again after the attention, which has no registers left for it.
+  struct Place {
+    uint32_t unit;
+    uint32_t b;
+    int kv_head;
+    int split;
+    int parts;  // TokenRange's
+    DecodeResult result;
+    bool next_kernel_first;  // it is let in before the results are written
+  };
+  alignas(16) Place place;
 };
+
+// Where float4 `item` of row `row` of eight lies in a row of DecodeShared::sums: as it is written by lanes of four
+// different `row / 2`, those get different banks.
+__device__ __forceinline__ int SumPlace(int row, int item) { return item ^ row / 2; }
 
 // NaN for all rows of an entry whose lengths do not fit.
 __device__ __forceinline__ void WriteNanRows(const GqaParams& p, int64_t b, int kv_head, int rows) {
@@ -38,51 +65,66 @@ __device__ __forceinline__ void WriteNanRows(const GqaParams& p, int64_t b, int 
 
 template <int kCount>
 __device__ __forceinline__ float Largest(const float (&x)[kCount]) {
-  float top = x[0];
+  float top[4] = {x[0], x[1], x[2], x[3]};
 #pragma unroll
-  for (int i = 1; i < kCount; ++i) top = fmaxf(top, x[i]);
-  return top;
+  for (int i = 4; i < kCount; ++i) top[i % 4] = fmaxf(top[i % 4], x[i]);
+  return fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]));
 }
 
-// A row's numerators, four elements, of all warps: relative to the row's maximum.
-template <typename Warp, typename Shared>
-__device__ __forceinline__ RowPart AddWarps(const Shared& shared, int row, int quad, int lane) {
+// Four elements of a row, of all warps: relative to the row's maximum. kGroups lanes share the warps; row: of all.
+template <typename Shape, int kGroups>
+__device__ __forceinline__ RowPart AddWarps(const DecodeShared<Shape>& shared, int row, int item, int group) {
+  constexpr int kWarps = Shape::kWarps / kGroups;
   RowPart part;
   part.maximum = Largest(shared.maximum[row]);
   const float reference = part.maximum == -INFINITY ? 0.0f : part.maximum;
 #pragma unroll
-  for (int w = 0; w < Shared::kWarps; ++w) {
+  for (int i = 0; i < kWarps; ++i) {
+    const int w = group * kWarps + i;
     // A warp without tokens has zeros, and a factor of 0; so has nothing of it to be NaN.
     const float shrink = Exp2(shared.maximum[row][w] - reference);
     part.denominator += shared.denominator[row][w] * shrink;
     const float factor = shrink * shared.norm[w];
-    const float4 x = shared.sums[(w * Warp::Shape::kElementTiles + quad) * 32 + lane];
+    const float4 x = shared.sums[w][row % 8][SumPlace(row % 8, item)];
     part.sum.x += x.x * factor;
     part.sum.y += x.y * factor;
     part.sum.z += x.z * factor;
     part.sum.w += x.w * factor;
   }
+  part.SumLanes(32 / kGroups);
   return part;
 }
 
-enum class DecodeResult { kOutput,
-                          kPartial,    // of a split, in memory
-                          kCluster };  // likewise, in shared memory
-
-// The block's results from those of its warps.
+// A warp's sums of eight rows into shared memory, those of `rows` rows in all.
 template <typename Warp, typename Shared>
-__device__ __forceinline__ void WriteRows(const GqaParams& p, const GqaPlan& plan, const Warp& warp, Shared& shared,
-                                          int64_t b, int kv_head, int64_t unit, int split, int rows,
-                                          DecodeResult result) {
+__device__ __forceinline__ void StoreSums(const Warp& warp, Shared& shared, int n, int rows) {
+  const int row = 2 * warp.c;  // and the next one
+  if (8 * n + row >= rows) return;
+  auto& sums = shared.sums[threadIdx.x / 32];
+#pragma unroll
+  for (int i = 0; i < Warp::Shape::kElementTiles; i += 2) {
+    const int place = SumPlace(row, Warp::ElementOf(2 * i, warp.r) / 4);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      sums[row + e][place] =
+          make_float4(warp.out[n][i][e], warp.out[n][i][2 + e], warp.out[n][i + 1][e], warp.out[n][i + 1][2 + e]);
+    }
+  }
+}
+
+// Adds the warps' results and writes the block's.
+template <typename Warp>
+__device__ __forceinline__ void WriteRows(const GqaParams& p, const GqaPlan& plan, const Warp& warp,
+                                          DecodeShared<typename Warp::Shape>& shared, int rows, DecodeResult result) {
   using Shape = typename Warp::Shape;
-  constexpr int kQuads = Shape::kElementTiles;  // float4 of one lane: 4 elements of one of its two rows
-  constexpr int kHeadSize = Shape::kElementTiles * 16;
-  constexpr int kRowTiles = Shape::kRows / 8;
-  constexpr int kWarpQuads = (kQuads + Shared::kWarps - 1) / Shared::kWarps;
+  constexpr int kRowItems = DecodeShared<Shape>::kRowItems;
+  constexpr int kGroups = Shape::kThreads <= Shape::kHeadSize ? 1 : Shape::kThreads / Shape::kHeadSize;
+  constexpr int kLaneItems = 32 / kGroups;
+  static_assert(kRowItems % kLaneItems == 0, "the lanes of a warp have items of one row");
   const int warp_index = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int n = 0; n < kRowTiles; ++n) {
+  for (int n = 0; n < Shape::kRowTiles; ++n) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       if (warp.r != 0) continue;
@@ -91,44 +133,45 @@ __device__ __forceinline__ void WriteRows(const GqaParams& p, const GqaPlan& pla
     }
   }
   if (lane == 0) shared.norm[warp_index] = warp.v_norm;
-  float4 kept[kRowTiles][kWarpQuads];  // for the cluster, whose place is that of the warps' sums
+  const auto& at = shared.place;
+  // Of each item of the tile: (row, item of the row, RowPart), in one of the lanes that share it.
+  const auto for_each = [&](int n, auto deliver) {
+    const int items = min(rows - 8 * n, 8) * kRowItems;
+#pragma unroll 1
+    for (int first = warp_index * kLaneItems; first < items; first += Shape::kThreads / kGroups) {
+      const int row = 8 * n + first / kRowItems;
+      const int item = first % kRowItems + lane % kLaneItems;
+      const RowPart part = AddWarps<Shape, kGroups>(shared, row, item, lane / kLaneItems);
+      if (lane < kLaneItems) deliver(row, item, part);
+    }
+  };
 #pragma unroll
-  for (int n = 0; n < kRowTiles; ++n) {
+  for (int n = 0; n < Shape::kRowTiles; ++n) {
     if (n > 0) __syncthreads();  // the sums of the tile before are no longer needed
-#pragma unroll
-    for (int quad = 0; quad < kQuads; ++quad) {
-      const int i = quad / 2 * 2;
-      const int e = quad % 2;
-      shared.sums[(warp_index * kQuads + quad) * 32 + lane] =
-          make_float4(warp.out[n][i][e], warp.out[n][i][2 + e], warp.out[n][i + 1][e], warp.out[n][i + 1][2 + e]);
-    }
+    StoreSums(warp, shared, n, rows);
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kWarpQuads; ++i) {
-      const int quad = warp_index + i * Shared::kWarps;
-      const int row = 8 * n + 2 * warp.c + quad % 2;
-      if (quad >= kQuads || row >= rows) continue;
-      const RowPart part = AddWarps<Warp>(shared, row, quad, lane);
-      const int d = Warp::ElementOf(quad / 2 * 4, warp.r);
-      const float2 stats = make_float2(part.maximum, part.denominator);
-      if (result == DecodeResult::kCluster) {
-        kept[n][i] = part.sum;
-        if (d == 0) shared.stats[row] = stats;
-      } else if (result == DecodeResult::kPartial) {
-        const int64_t at = PartialRow(plan, unit, split, row);
-        reinterpret_cast<float4*>(p.partial_out)[(at * kHeadSize + d) / 4] = part.sum;
-        if (d == 0) p.partial_stats[at] = stats;
-      } else {
-        WriteRowPart(p, b, kv_head, row, d, part);
-      }
+    if (result == DecodeResult::kCluster) {
+      if (n == 0) WaitForCluster();
+      const ClusterSlices slices(plan.cluster, at.split, rows * kRowItems);
+      const int from = at.split << slices.bits;
+      for_each(n, [&](int row, int item, const RowPart& part) {
+        const int place = row * kRowItems + item;
+        SendItem(shared.inbox, &shared.inbox_barrier, place >> slices.bits,
+                 from + (place & ((1 << slices.bits) - 1)), part);
+      });
+    } else if (result == DecodeResult::kPartial) {
+      const int64_t partial = PartialRow(plan, at.unit, at.split, 0);
+      auto* const sums = reinterpret_cast<float4*>(p.partial_out) + partial * kRowItems;
+      float2* const stats = p.partial_stats + partial;
+      for_each(n, [&](int row, int item, const RowPart& part) {
+        sums[row * kRowItems + item] = part.sum;
+        if (item == 0) stats[row] = make_float2(part.maximum, part.denominator);
+      });
+    } else {
+      for_each(n, [&](int row, int item, const RowPart& part) {
+        WriteRowPart(p, plan.activation_vectors, at.b, at.kv_head, row, 4 * item, part);
+      });
     }
-  }
-  if (result != DecodeResult::kCluster) return;
-  if (kRowTiles > 1) __syncthreads();  // with one tile, who writes a place is the only one that has read it
-#pragma unroll
-  for (int i = 0; i < kRowTiles * kWarpQuads; ++i) {
-    const int quad = warp_index + i % kWarpQuads * Shared::kWarps;
-    if (quad < kQuads) shared.sums[(i / kWarpQuads * kQuads + quad) * 32 + lane] = kept[i / kWarpQuads][i % kWarpQuads];
   }
 }
 
@@ -155,16 +198,14 @@ __device__ __forceinline__ void PrefetchTiles(const GqaParams& p, int64_t row, i
 #endif
 }
 
-template <KvFormat kFormat, int kHeadSize, bool kWholeRows, int kRowTiles>
-__global__ void __launch_bounds__(DecodeShape<kFormat, kHeadSize, kWholeRows, kRowTiles>::kThreads,
-                                  DecodeShape<kFormat, kHeadSize, kWholeRows, kRowTiles>::kMinBlocks)
+template <typename Shape>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     DecodeKernel(const __grid_constant__ GqaParams p, const __grid_constant__ GqaPlan plan) {
-  using Warp = DecodeWarp<kFormat, kHeadSize, kWholeRows, kRowTiles>;
-  using Shape = typename Warp::Shape;
-  constexpr int kRows = Shape::kRows;
-  __shared__ QueryRows<kRowTiles, kHeadSize> query;
-  __shared__ typename Warp::Tiles::New new_rows;
-  __shared__ DecodeBlockShared<kRows, kHeadSize, Shape::kThreads> shared;
+  using Warp = DecodeWarp<Shape>;
+  using Shared = DecodeShared<Shape>;
+  constexpr int kElements = Shape::kHeadSize / 32;  // of a row, in a lane
+  extern __shared__ __align__(16) uint8_t decode_shared[];
+  Shared& shared = *reinterpret_cast<Shared*>(decode_shared);
 
   const uint32_t unit = blockIdx.x / static_cast<uint32_t>(plan.splits);
   const auto split = static_cast<int>(blockIdx.x - unit * static_cast<uint32_t>(plan.splits));
@@ -178,95 +219,162 @@ __global__ void __launch_bounds__(DecodeShape<kFormat, kHeadSize, kWholeRows, kR
   // The parameters' way into the constant cache is as long as one to memory; it overlaps the kernel before.
   asm volatile("" ::"r"(p.batch_size), "l"(p.query), "l"(p.cos_cache), "f"(p.scale), "l"(p.k.codes), "l"(p.v.codes),
                "l"(p.v.past_token_scale), "l"(p.counters), "r"(plan.path), "l"(plan.workspace_bytes));
-  const auto range_of = [&](const SequenceState& q) {
-    return SplitRange(q.past, q.total - 1, p.local_window_size, split, plan.splits, Shape::kTileTokens,
-                      kMinSplitTokens);
-  };
-  // Lengths that the kernel before may still write: good enough for what a wrong guess does no harm to.
-  if (kWholeRows) {
-    const SequenceState guess = LoadSequence(p, b);
-    const int64_t begin = range_of(guess).begin;
-    if (guess.valid) PrefetchTiles<Shape>(p, unit * p.capacity + begin, min(range_of(guess).end, guess.past) - begin);
-  }
-  WaitForPreviousKernel();
-  const SequenceState sequence = SequenceOf(p, __ldcg(p.seqlens_k + b));
-  auto words = LoadQueryWords<kHeadSize>(p, b, kv_head, warp_index, rows, lane, plan.activation_vectors);
-  const TokenRange range = range_of(sequence);
-  if (!sequence.valid) {
-    if (split == 0 && (plan.splits == 1 || in_cluster || merges)) WriteNanRows(p, b, kv_head, rows);
-    return;
-  }
-  if (range.begin >= range.end) {
-    if (!in_cluster && !merges && threadIdx.x < static_cast<unsigned>(rows)) {
-      p.partial_stats[PartialRow(plan, unit, split, threadIdx.x)] = make_float2(-INFINITY, 0.0f);
+  if (in_cluster && threadIdx.x == 0) OpenInbox(&shared.inbox_barrier);
+  // The length may still be written by the kernel before. Work begins with it, and begins again where it was not right.
+  int32_t last = p.seqlens_k[b];
+  bool waited = false;
+#pragma unroll 1
+  while (true) {
+    const SequenceState sequence = SequenceOf(p, last);
+    const TokenRange range = SplitRange(sequence.past, sequence.total - 1, p.local_window_size, split, plan.splits,
+                                        Shape::kTileTokens, Shape::kMinSplitTokens);
+    if (!sequence.valid || range.begin >= range.end) {
+      if (!waited) {
+        WaitForPreviousKernel();
+        waited = true;
+        const int32_t actual = __ldcg(p.seqlens_k + b);
+        if (actual != last) {
+          last = actual;
+          continue;
+        }
+      }
+      if (!sequence.valid) {
+        if (split == 0 && (plan.splits == 1 || in_cluster || merges)) WriteNanRows(p, b, kv_head, rows);
+        return;
+      }
+      if (!in_cluster && !merges && threadIdx.x < static_cast<unsigned>(rows)) {
+        p.partial_stats[PartialRow(plan, unit, split, threadIdx.x)] = make_float2(-INFINITY, 0.0f);
+      }
+      if (!in_cluster || range.parts <= 1) return;
+      if (threadIdx.x == 0) shared.place = {unit, b, kv_head, split, range.parts, DecodeResult::kCluster, true};
+      __syncthreads();
+      ArriveInCluster();
+      WaitForCluster();
+      break;
     }
-    if (!in_cluster) return;  // else its slice is left to merge
-  } else {
-    // The first loads of the cache go out before everything else that takes time.
     const int count = static_cast<int>(range.end - range.begin);
     const int old = static_cast<int>(min(max(sequence.past - range.begin, int64_t{0}), static_cast<int64_t>(count)));
-    Warp warp(p, lane, static_cast<int64_t>(unit) * p.capacity + range.begin, count, old, new_rows,
-              &query.words[0][0][0]);
+    const auto find_query = [&](int row) {
+      return FindQuery(p, b, kv_head, row, rows, sequence.past, lane * kElements, plan.activation_vectors);
+    };
+    // New rows begin with the warp that has the last query row, if any. Rows are asked for before the cache is.
+    int job = Shape::kWarps - 1 - warp_index;
+    NewRowPlace new_row(p, b, kv_head, sequence.past, range.begin + old, job);
+    LaneSource from = job < 2 * (count - old) ? new_row.Find(p, lane * kElements, plan.activation_vectors)
+                                              : find_query(warp_index);
+    Warp warp(p, lane, static_cast<int64_t>(unit) * p.capacity + range.begin, count, old,
+              &shared.query.words[0][0][0]);
     const int tile = warp_index * Shape::kTileTokens;
-    warp.Begin(tile);
-
-    // New rows begin with the warp that has the last query row, if any.
+    if (!waited) {
+      Prefetch(from);
+      if (Shape::kWholeRows) PrefetchTiles<Shape>(p, unit * p.capacity + range.begin, old);
+      // So that all that is known is known when the wait ends.
+      asm volatile("" ::"l"(from.own), "l"(from.partner), "l"(from.cos), "l"(from.sin), "l"(warp.kv.key_codes),
+                   "l"(warp.kv.value_codes), "l"(warp.kv.base_row), "r"(tile));
+      WaitForPreviousKernel();
+      waited = true;
+    }
+    const int32_t actual = threadIdx.x == 0 || job < 2 * (count - old) ? __ldcg(p.seqlens_k + b) : 0;
+    LaneWords<kElements> words = {};
+    LoadLaneWords(p, from, words);
+    if (job < 2 * (count - old)) {
+      // Nothing may be written to the cache for a length that is wrong.
+      const bool right = actual == last;
 #pragma unroll 1
-    for (int job = Shape::kWarps - 1 - warp_index; job < 2 * (count - old); job += Shape::kWarps) {
-      const int64_t position = range.begin + old + job / 2;
-      AppendNewRow(p, b, kv_head, static_cast<int>(position - sequence.past), position, job % 2, job / 2, lane,
-                   plan.activation_vectors, new_rows);
+      while (right) {
+        AppendNewRow<Shape::kFormat>(p, kv_head, new_row, lane, plan.activation_vectors, words);
+        job += Shape::kWarps;
+        if (job >= 2 * (count - old)) break;
+        new_row = NewRowPlace(p, b, kv_head, sequence.past, range.begin + old, job);
+        LoadLaneWords(p, new_row.Find(p, lane * kElements, plan.activation_vectors), words);
+      }
+      LoadLaneWords(p, find_query(warp_index), words);
     }
 #pragma unroll 1
-    for (int row = warp_index; row < kRows; row += Shape::kWarps) {
-      LayOutQueryRow<Shape, kFormat>(p, b, kv_head, row, rows, sequence.past, lane, plan.activation_vectors, words,
-                                     query);
-      words = LoadQueryWords<kHeadSize>(p, b, kv_head, row + Shape::kWarps, rows, lane, plan.activation_vectors);
+    for (int row = warp_index; row < Shape::kRows; row += Shape::kWarps) {
+      LayOutQueryRow<Shape>(p, b, kv_head, row, rows, sequence.past, lane, plan.activation_vectors, words,
+                            shared.query);
+      if (Shape::kRows > Shape::kWarps) LoadLaneWords(p, find_query(row + Shape::kWarps), words);
     }
+    if (threadIdx.x == 0) {
+      shared.last = actual;
+      const bool finished = plan.splits == 1 || ((merges || in_cluster) && range.parts == 1);
+      shared.place = {unit, b, kv_head, split, range.parts,
+                      finished ? DecodeResult::kOutput : in_cluster ? DecodeResult::kCluster : DecodeResult::kPartial,
+                      // After a short split the merge through memory is quicker without the next kernel's blocks and
+                      // what they prefetch.
+                      !merges || finished || count > kShortSplitTokens};
+    }
+    // Later than what comes before: a warp that waits for one of its loads waits for all that are under way.
+    warp.template Begin<true>(tile);
     __syncthreads();
-    warp.SetRows(query.factor, query.sum, sequence.past - range.begin);
+    if (shared.last != last) {
+      last = shared.last;
+      __syncthreads();
+      continue;
+    }
+    warp.template Begin<false>(tile);
+    warp.SetRows(shared.query.factor, shared.query.sum, sequence.past - range.begin);
     warp.Run(tile);
-    const bool finished = plan.splits == 1 || (merges && range.parts == 1);
-    // After a short split the merge through memory is quicker without the next kernel's blocks and what they prefetch.
-    if (!merges || finished || count > kShortSplitTokens) AllowNextKernel();
-    WriteRows(p, plan, warp, shared, b, kv_head, unit, split, rows,
-              in_cluster ? DecodeResult::kCluster : finished ? DecodeResult::kOutput
-                                                             : DecodeResult::kPartial);
-    if (finished && !in_cluster) return;
+    const DecodeResult result = shared.place.result;
+    if (shared.place.next_kernel_first) AllowNextKernel();
+    if (result == DecodeResult::kCluster) ArriveInCluster();
+    WriteRows(p, plan, warp, shared, rows, result);
+    if (result == DecodeResult::kOutput) return;
+    break;
   }
+  const auto at = shared.place;
   if (in_cluster) {
-    ClusterMerge<Warp>::Run(p, b, kv_head, plan.cluster, split, range.parts, rows, shared.sums, shared.stats);
+    FinishSlice<Shape>(p, plan.activation_vectors, at.b, at.kv_head, plan.cluster, at.split, at.parts, rows,
+                       shared.inbox, &shared.inbox_barrier);
     return;
   }
   if (!merges) return;
   AllowNextKernel();
-  if (!IsLastOfUnit(p.counters + unit, range.parts)) return;
-  PartMerge<kHeadSize, Shape::kThreads>::Run(p, plan, unit, b, kv_head, range.parts, rows, shared.sums);
+  using Merge = PartMerge<Shape::kHeadSize, Shape::kThreads>;
+  static_assert(sizeof(typename Merge::Shared) <= sizeof(shared.sums), "it takes the place of the warps' sums");
+  const Merge merge(p, plan, at.unit, rows);
+  if (!IsLastOfUnit(p.counters + at.unit, at.parts)) return;
+  merge.Run(p, at.b, at.kv_head, at.parts, rows, *reinterpret_cast<typename Merge::Shared*>(shared.sums));
 }
 
 // One block for every split of every unit.
-template <KvFormat kFormat, int kHeadSize, bool kWholeRows, int kRowTiles>
+template <typename Shape>
 cudaError_t LaunchDecodeKernel(const GqaParams& p, const GqaPlan& plan, cudaStream_t stream) {
-  using Shape = DecodeShape<kFormat, kHeadSize, kWholeRows, kRowTiles>;
   if (plan.counters != 0 && p.counters == nullptr) return cudaErrorInvalidValue;
+  constexpr size_t kBytes = sizeof(DecodeShared<Shape>);
+  if constexpr (kBytes > 48 * 1024) {
+    const cudaError_t error = cudaFuncSetAttribute(DecodeKernel<Shape>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                   static_cast<int>(kBytes));
+    if (error != cudaSuccess) return error;
+  }
   const int64_t blocks = static_cast<int64_t>(p.batch_size) * p.kv_num_heads * plan.splits;
-  return LaunchOverlapping(DecodeKernel<kFormat, kHeadSize, kWholeRows, kRowTiles>, blocks, plan.cluster,
-                           Shape::kThreads, 0, stream, p, plan);
+  return LaunchOverlapping(DecodeKernel<Shape>, blocks, plan.cluster, Shape::kThreads, kBytes, stream, p, plan);
+}
+
+template <KvFormat kFormat, int kHeadSize, bool kWholeRows>
+cudaError_t LaunchDecodeRows(const GqaParams& p, const GqaPlan& plan, cudaStream_t stream) {
+  constexpr int kWarps = DecodeWarps(kHeadSize);
+  if (plan.unit_rows == 8 && plan.warps == kWarps) {
+    return LaunchDecodeKernel<DecodeShape<kFormat, kHeadSize, kWholeRows, 1, kWarps>>(p, plan, stream);
+  }
+  if constexpr (HasWideDecode(kHeadSize, kWholeRows, 8)) {
+    if (plan.unit_rows == 8 && plan.warps == 2 * kWarps) {
+      return LaunchDecodeKernel<DecodeShape<kFormat, kHeadSize, kWholeRows, 1, 2 * kWarps>>(p, plan, stream);
+    }
+  }
+  if constexpr (kHeadSize <= 128) {
+    if (plan.unit_rows == 16 && plan.warps == kWarps) {
+      return LaunchDecodeKernel<DecodeShape<kFormat, kHeadSize, kWholeRows, 2, kWarps>>(p, plan, stream);
+    }
+  }
+  return cudaErrorInvalidValue;  // MakePlan makes no such plan
 }
 
 template <KvFormat kFormat, int kHeadSize>
 cudaError_t LaunchDecodeHeadSize(const GqaParams& p, const GqaPlan& plan, cudaStream_t stream) {
-  if (plan.unit_rows == 8) {
-    return plan.whole_rows ? LaunchDecodeKernel<kFormat, kHeadSize, true, 1>(p, plan, stream)
-                           : LaunchDecodeKernel<kFormat, kHeadSize, false, 1>(p, plan, stream);
-  }
-  if constexpr (kHeadSize <= 128) {
-    if (plan.unit_rows == 16) {
-      return plan.whole_rows ? LaunchDecodeKernel<kFormat, kHeadSize, true, 2>(p, plan, stream)
-                             : LaunchDecodeKernel<kFormat, kHeadSize, false, 2>(p, plan, stream);
-    }
-  }
-  return cudaErrorInvalidValue;  // MakePlan makes no such plan
+  return plan.whole_rows ? LaunchDecodeRows<kFormat, kHeadSize, true>(p, plan, stream)
+                         : LaunchDecodeRows<kFormat, kHeadSize, false>(p, plan, stream);
 }
 
 template <KvFormat kFormat>

@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "contrib_ops/cuda/bert/kv_cache_quant/unit.cuh"
+#include "contrib_ops/cuda/bert/kv_cache_quant/row_part.cuh"
 
 namespace onnxruntime {
 namespace contrib {
@@ -25,139 +25,110 @@ __device__ __forceinline__ bool IsLastOfUnit(uint32_t* counter, int parts) {
   return last;
 }
 
-// A warp merges a row, or a share of its parts where there are more warps than rows. Lanes have four elements of the
-// row each, at D 256 twice, and at D 64 every second part.
+// A warp merges 128 elements of a row (64 at D 64, its halves different parts), or a share of their parts where there
+// are more warps than rows.
 template <int kHeadSize, int kThreads>
 struct PartMerge {
-  static constexpr int kQuads = kHeadSize / 4;
-  static constexpr int kRowLanes = kQuads < 32 ? kQuads : 32;
+  static constexpr int kRowLanes = kHeadSize < 128 ? kHeadSize / 4 : 32;
   static constexpr int kLaneParts = 32 / kRowLanes;
-  static constexpr int kVectors = kQuads / kRowLanes;
-  static constexpr int kReads = 8 / kVectors;  // parts whose numerators are on their way together
-  static_assert(kMaxMergeSplits <= 32, "a lane has the statistics of a part");
+  static constexpr int kPieces = kHeadSize / (4 * kRowLanes);  // of a row
+  static constexpr int kReads = 8;                             // parts that are on their way together
   static constexpr int kWarps = kThreads / 32;
-  static constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+  static constexpr int kWarpBits = kWarps == 16 ? 4 : kWarps == 8 ? 3
+                                                                 : 2;
+  static constexpr int kMaxGroupBits = 2;  // more shares cost more to add than they save
+  static_assert(kWarps == 1 << kWarpBits, "warps are a power of two");
 
-  // The weight of part `lane` of a row, over the denominator, from its statistics; negative: a part without a token of
-  // the row.
-  static __device__ __forceinline__ float Weigh(float sink, float2 stats) {
-    float top = fmaxf(sink, stats.x);
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, step));
-    // A maximum or denominator that is not finite becomes NaN here or in the product.
-    const bool empty = stats.y == 0.0f;
-    const float weight = Exp2(stats.x - top);
-    float sum = empty ? 0.0f : weight * stats.y;
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
-    return empty ? -1.0f : weight * __fdividef(1.0f, sum + Exp2(sink - top));
-  }
+  // What the groups leave for the first one.
+  struct Shared {
+    float4 sums[kThreads];
+    float2 stats[kThreads];
+  };
 
-  // Numerators of parts begin, begin + step, ...; `from`: of part 0, this lane's.
-  static __device__ __forceinline__ void Read(const float4* from, int stride, int begin, int step, int parts,
-                                              float4 (&x)[kReads][kVectors]) {
-    from += begin * stride;
-#pragma unroll
-    for (int i = 0; i < kReads; ++i) {
-      if (begin + i * step < parts) {
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) x[i][v] = __ldcg(from + v * kRowLanes);
-      }
-      asm volatile("" : "+l"(from));  // one pointer that moves on, not one for every read
-      from += step * stride;
-    }
-  }
-
-  static __device__ __forceinline__ void Add(const float4 (&x)[kReads][kVectors], float weight, int begin, int step,
-                                             int parts, float4 (&sum)[kVectors]) {
+  // Adds parts begin, begin + step, ... of `parts`. stats, sums: of part 0; rows: from part to part.
+  static __device__ __forceinline__ void AddParts(const float2* stats, const float4* sums, int rows, int begin,
+                                                  int step, int parts, RowPart& to) {
+    float2 s[kReads];
+    float4 x[kReads];
 #pragma unroll
     for (int i = 0; i < kReads; ++i) {
       const int part = begin + i * step;
-      const float w = __shfl_sync(kAllLanes, weight, part % 32);
-      if (part >= parts || w < 0.0f) continue;
+      s[i] = make_float2(-INFINITY, 0.0f);
+      if (part >= parts) continue;
+      s[i] = __ldcg(stats + part * rows);
+      x[i] = __ldcg(sums + part * rows * (kHeadSize / 4));
+    }
+    float top = to.maximum;
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        sum[v].x += x[i][v].x * w;
-        sum[v].y += x[i][v].y * w;
-        sum[v].z += x[i][v].z * w;
-        sum[v].w += x[i][v].w * w;
-      }
-    }
-  }
-
-  // Adds what lane + kRowLanes has.
-  static __device__ __forceinline__ void AddLanes(float4& x) {
-    if constexpr (kLaneParts == 2) {
-      x.x += __shfl_xor_sync(kAllLanes, x.x, kRowLanes);
-      x.y += __shfl_xor_sync(kAllLanes, x.y, kRowLanes);
-      x.z += __shfl_xor_sync(kAllLanes, x.z, kRowLanes);
-      x.w += __shfl_xor_sync(kAllLanes, x.w, kRowLanes);
-    }
-  }
-
-  static __device__ __forceinline__ void Write(const GqaParams& p, int64_t b, int kv_head, int row, int d,
-                                               const float4& x) {
-    const QueryRow place(p, kv_head, row);
-    const int64_t at = OutputRow(p, b, place.s, place.head);
-    const float elements[4] = {x.x, x.y, x.z, x.w};
+    for (int i = 0; i < kReads; ++i) top = fmaxf(top, s[i].x);
+    if (to.denominator != 0.0f) to.Scale(Exp2(to.maximum - top));
+    to.maximum = top;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (d + i >= p.head_size) break;
-      StoreActivation(p.output, at + d + i, elements[i] * StaticValueScale(p, kv_head, d + i), p.activation);
+    for (int i = 0; i < kReads; ++i) {
+      if (s[i].y == 0.0f) continue;  // no token of the row
+      // A maximum or denominator that is not finite becomes NaN here or in the product.
+      const float weight = Exp2(s[i].x - top);
+      to.denominator += weight * s[i].y;
+      to.sum.x += weight * x[i].x;
+      to.sum.y += weight * x[i].y;
+      to.sum.z += weight * x[i].z;
+      to.sum.w += weight * x[i].w;
     }
   }
 
-  // The unit's rows of the output. sums: shared, (kThreads, kVectors).
-  static __device__ __forceinline__ void Run(const GqaParams& p, const GqaPlan& plan, int64_t unit, int64_t b,
-                                             int kv_head, int parts, int rows, float4* sums) {
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int groups = rows < kWarps ? kWarps / rows : 1;
-    const int group = groups > 1 ? warp / rows : 0;
+  const GqaPlan& plan;
+  const int lane;
+  const int piece_bits;  // warps for as many pieces as the next power of two
+  const int group;
+  const int groups;
+  const int first_piece;
+  const float2* stats;  // of part 0, row 0
+  const float4* sums;
+
+  // All that is known before the parts are there.
+  __device__ __forceinline__ PartMerge(const GqaParams& p, const GqaPlan& of_plan, int64_t unit, int rows)
+      : plan(of_plan),
+        lane(static_cast<int>(threadIdx.x) % 32),
+        piece_bits(min(max(CeilLog2(rows * kPieces), kWarpBits - kMaxGroupBits), kWarpBits)),
+        group(static_cast<int>(threadIdx.x) / 32 >> piece_bits),
+        groups(kWarps >> piece_bits),
+        first_piece(static_cast<int>(threadIdx.x) / 32 & ((1 << piece_bits) - 1)) {
+    const int64_t row = PartialRow(plan, unit, 0, 0);
+    stats = p.partial_stats + row;
+    sums = reinterpret_cast<const float4*>(p.partial_out) + row * (kHeadSize / 4) + lane % kRowLanes;
+  }
+
+  // The unit's rows of the output.
+  __device__ __forceinline__ void Run(const GqaParams& p, int64_t b, int kv_head, int parts, int rows,
+                                      Shared& shared) const {
     const int step = groups * kLaneParts;
-    const int first = group * kLaneParts + lane / kRowLanes;
-    const int64_t partial_row = PartialRow(plan, unit, 0, 0);
 #pragma unroll 1
-    for (int row = warp - group * rows; row < rows; row += kWarps) {
-      float4 sum[kVectors] = {};
-      if (group < groups) {
-        const auto* const stats_of = p.partial_stats + partial_row + row;
-        const auto* const numerators =
-            reinterpret_cast<const float4*>(p.partial_out) + (partial_row + row) * kQuads + lane % kRowLanes;
-        const int stride = plan.unit_rows * kQuads;  // of a part, in float4
-        const float2 stats = lane < parts ? __ldcg(stats_of + lane * plan.unit_rows) : make_float2(-INFINITY, 0.0f);
-        float4 x[kReads][kVectors] = {};
-        Read(numerators, stride, first, step, parts, x);
-        const float weight = Weigh(SinkLog2(p, kv_head * p.group_size + row % p.group_size), stats);
-        Add(x, weight, first, step, parts, sum);
+    for (int piece = first_piece; piece - first_piece < rows * kPieces; piece += kWarps) {
+      const int row = piece / kPieces;
+      const int item = piece % kPieces * kRowLanes;
+      RowPart part;
+      if (row < rows) {
 #pragma unroll 1
-        for (int begin = first + kReads * step; __any_sync(kAllLanes, begin < parts); begin += kReads * step) {
-          Read(numerators, stride, begin, step, parts, x);
-          Add(x, weight, begin, step, parts, sum);
+        for (int begin = group * kLaneParts; begin < parts; begin += kReads * step) {
+          AddParts(stats + row, sums + row * (kHeadSize / 4) + item, plan.unit_rows, begin + lane / kRowLanes, step,
+                   parts, part);
         }
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) AddLanes(sum[v]);
+        if (kLaneParts > 1) part.AddLanes(kRowLanes);
       }
       if (groups > 1) {
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) sums[v * kThreads + threadIdx.x] = sum[v];
+        shared.sums[threadIdx.x] = part.sum;
+        shared.stats[threadIdx.x] = make_float2(part.maximum, part.denominator);
         __syncthreads();
         if (group != 0) return;
-#pragma unroll 1
-        for (int i = 1; i < groups; ++i) {
 #pragma unroll
-          for (int v = 0; v < kVectors; ++v) {
-            const float4 x = sums[v * kThreads + threadIdx.x + 32 * rows * i];
-            sum[v].x += x.x;
-            sum[v].y += x.y;
-            sum[v].z += x.z;
-            sum[v].w += x.w;
-          }
+        for (int i = 1; i < 1 << kMaxGroupBits; ++i) {
+          const int other = static_cast<int>(threadIdx.x) + (32 * i << piece_bits);
+          if (i < groups) part.Add(shared.stats[other], shared.sums[other]);
         }
       }
-      if (lane >= kRowLanes) continue;
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) Write(p, b, kv_head, row, 4 * (v * kRowLanes + lane), sum[v]);
+      if (row < rows && lane < kRowLanes) {
+        WriteRowPart(p, plan.activation_vectors, b, kv_head, row, 4 * (item + lane), part);
+      }
     }
   }
 };

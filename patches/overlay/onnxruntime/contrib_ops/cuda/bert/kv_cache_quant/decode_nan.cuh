@@ -17,7 +17,7 @@ namespace kv_cache_quant {
 template <typename Warp>
 __device__ __forceinline__ void SpoilSums(Warp& warp, int token, int w, uint32_t nan) {
 #pragma unroll
-  for (int n = 0; n < Warp::kRowTilesOfWarp; ++n) {
+  for (int n = 0; n < Warp::kRowTiles; ++n) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       int low, high;

@@ -17,11 +17,16 @@ constexpr float kMaximumSlack = 8.0f;
 constexpr float kScaleSlack = 16.0f;
 constexpr float kSmallestNorm = 1e-37f;  // its inverse is finite
 
-template <KvFormat kFormat, int kHeadSize, bool kWholeRows, int kRowTiles>
+template <KvFormat kCacheFormat, int kPaddedHeadSize, bool kRowsAreWhole, int kTilesOfRows, int kBlockWarps>
 struct DecodeShape {
+  static constexpr KvFormat kFormat = kCacheFormat;
+  static constexpr int kHeadSize = kPaddedHeadSize;
+  static constexpr bool kWholeRows = kRowsAreWhole;
+  static constexpr int kRowTiles = kTilesOfRows;
   static constexpr int kRows = 8 * kRowTiles;
-  static constexpr int kWarps = DecodeWarps(kHeadSize);
+  static constexpr int kWarps = kBlockWarps;
   static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kMinSplitTokens = MinSplitTokens(kWarps);
   // The codes of a tile are 32 registers a lane at D 128, 64 at D 256: what is left beside the accumulators.
   static constexpr int kTokenTiles =
       kFormat == KvFormat::kInt4 && kWholeRows && kHeadSize <= 128 && kRowTiles == 1 ? 2 : 1;
@@ -34,7 +39,7 @@ struct DecodeShape {
   static constexpr int kValueVector = kValueWords < 4 ? kValueWords : 4;
   static constexpr int kPieceWords = kFormat == KvFormat::kInt4 ? 1 : 2;
   static constexpr int kElementTiles = kHeadSize / 16;
-  static constexpr int kMinBlocks = DecodeBlocks(kFormat, kHeadSize, kWholeRows, kRows);
+  static constexpr int kMinBlocks = DecodeBlocks(kFormat, kHeadSize, kWholeRows, kRows, kWarps);
 
   // Byte offset in a row of word w of a lane's part: of quarter c for K, of eighth r for V.
   static __host__ __device__ constexpr int KeyOffset(int w, int c) {

@@ -13,24 +13,17 @@ namespace onnxruntime {
 namespace contrib {
 namespace kv_cache_quant {
 
-// The new rows of a split as the cache gets them (decode_inputs.cuh). In shared memory.
-template <KvFormat kFormat, int kHeadSize, int kRows>
-struct NewRows {
-  alignas(16) uint8_t codes[2][kRows][RowBytes(kFormat, kHeadSize)];  // K, V
-  float scale[2][kRows];                                              // PER_TOKEN sides
-};
-
-template <KvFormat kFormat, int kHeadSize, bool kWholeRows, int kRowTiles>
+template <typename TileShape>
 struct DecodeTile {
-  using Shape = DecodeShape<kFormat, kHeadSize, kWholeRows, kRowTiles>;
-  using New = NewRows<kFormat, kHeadSize, Shape::kRows>;
+  using Shape = TileShape;
+  static constexpr bool kWholeRows = Shape::kWholeRows;
   static constexpr int kTokenTiles = Shape::kTokenTiles;
 
   const GqaParams& p;
   const int lane;
   const int64_t base_row;  // cache row of the first token of the split; tokens are counted from it below
   const int count;         // tokens of the split
-  const int old;           // those that were in the cache before the call; the others are in new_rows
+  const int old;           // those that were in the cache before the call; the block appends the others
   const bool k_per_token;
   const bool v_per_token;
   const int row_bytes;
@@ -38,7 +31,6 @@ struct DecodeTile {
   const int key_left;                // bytes of a row from there on
   const uint8_t* const value_codes;  // eighth r of the row of token 2c
   const int value_left;
-  const New& new_rows;
 
   uint32_t key_words[kTokenTiles][2][Shape::kKeyWords];      // of tokens r, r + 8 of each 16
   uint32_t value_words[kTokenTiles][4][Shape::kValueWords];  // of tokens 2c, 2c + 1, 2c + 8, 2c + 9
@@ -46,7 +38,7 @@ struct DecodeTile {
   uint32_t v_scale[kTokenTiles][2];
 
   __device__ __forceinline__ DecodeTile(const GqaParams& params, int lane_index, int64_t first_row, int tokens,
-                                        int old_tokens, const New& rows)
+                                        int old_tokens)
       : p(params),
         lane(lane_index),
         base_row(first_row),
@@ -58,8 +50,7 @@ struct DecodeTile {
         key_codes(params.k.codes + (first_row + lane / 4) * row_bytes + Shape::KeyOffset(0, lane % 4)),
         key_left(row_bytes - Shape::KeyOffset(0, lane % 4)),
         value_codes(params.v.codes + (first_row + 2 * (lane % 4)) * row_bytes + Shape::ValueOffset(0, lane / 4)),
-        value_left(row_bytes - Shape::ValueOffset(0, lane / 4)),
-        new_rows(rows) {
+        value_left(row_bytes - Shape::ValueOffset(0, lane / 4)) {
 #pragma unroll
     for (int i = 0; i < 2 * kTokenTiles; ++i) {
       k_scale[i / 2][i % 2] = v_scale[i / 2][i % 2] = 0x3F800000u;  // 1: stays so without token scales
@@ -70,8 +61,11 @@ struct DecodeTile {
   static __device__ __forceinline__ int KeyToken(int lane, int i) { return lane / 4 + 8 * i; }
   static __device__ __forceinline__ int ValueToken(int lane, int i) { return 2 * (lane % 4) + i / 2 * 8 + i % 2; }
 
+  // Whether all of a tile was in the cache before the call.
+  __device__ __forceinline__ bool IsWhole(int tile) const { return tile + Shape::kTileTokens <= old; }
+
   __device__ __forceinline__ void LoadKey(int tile) {
-    if (tile + Shape::kTileTokens <= old) {
+    if (IsWhole(tile)) {
       LoadKeyRows<true>(tile);
     } else {
       LoadKeyRows<false>(tile);
@@ -79,27 +73,27 @@ struct DecodeTile {
   }
 
   __device__ __forceinline__ void LoadValue(int tile) {
-    if (tile + Shape::kTileTokens <= old) {
+    if (IsWhole(tile)) {
       LoadValueRows<true>(tile);
     } else {
       LoadValueRows<false>(tile);
     }
   }
 
-  // In a whole tile all rows are at constant distances, which costs no address arithmetic. Otherwise those that were
-  // not in the cache are zero, and so are their scales.
+  // In a whole tile all rows are at constant distances, which costs no address arithmetic. Another one has rows that the
+  // block has just written, behind a barrier, and beyond the last token that one again, which is masked there.
   template <bool kWholeTile>
   __device__ __forceinline__ void LoadKeyRows(int tile) {
-    const uint8_t* const codes = key_codes + static_cast<int64_t>(tile) * row_bytes;
 #pragma unroll
     for (int m = 0; m < kTokenTiles; ++m) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int left = kWholeTile || tile + 16 * m + KeyToken(lane, i) < old ? key_left : 0;
+        const uint8_t* codes = key_codes + static_cast<int64_t>(tile) * row_bytes + (16 * m + 8 * i) * row_bytes;
+        if (!kWholeTile) codes -= Beyond(tile + 16 * m + KeyToken(lane, i)) * row_bytes;
 #pragma unroll
         for (int w = 0; w < Shape::kKeyWords; w += Shape::kKeyVector) {
-          LoadRowPart<Shape::kKeyVector, kWholeRows && kWholeTile, Shape::kPieceWords>(
-              codes + (16 * m + 8 * i) * row_bytes, Shape::KeyOffset(w, 0), left, key_words[m][i] + w);
+          LoadRowPart<Shape::kKeyVector, Shape::kWholeRows, Shape::kPieceWords, kWholeTile>(
+              codes, Shape::KeyOffset(w, 0), key_left, key_words[m][i] + w);
         }
       }
     }
@@ -108,16 +102,17 @@ struct DecodeTile {
 
   template <bool kWholeTile>
   __device__ __forceinline__ void LoadValueRows(int tile) {
-    const uint8_t* const codes = value_codes + static_cast<int64_t>(tile) * row_bytes;
 #pragma unroll
     for (int m = 0; m < kTokenTiles; ++m) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int left = kWholeTile || tile + 16 * m + ValueToken(lane, i) < old ? value_left : 0;
+        const uint8_t* codes =
+            value_codes + static_cast<int64_t>(tile) * row_bytes + (16 * m + ValueToken(0, i)) * row_bytes;
+        if (!kWholeTile) codes -= Beyond(tile + 16 * m + ValueToken(lane, i)) * row_bytes;
 #pragma unroll
         for (int w = 0; w < Shape::kValueWords; w += Shape::kValueVector) {
-          LoadRowPart<Shape::kValueVector, kWholeRows && kWholeTile, Shape::kPieceWords>(
-              codes + (16 * m + ValueToken(0, i)) * row_bytes, Shape::ValueOffset(w, 0), left, value_words[m][i] + w);
+          LoadRowPart<Shape::kValueVector, Shape::kWholeRows, Shape::kPieceWords, kWholeTile>(
+              codes, Shape::ValueOffset(w, 0), value_left, value_words[m][i] + w);
         }
       }
     }
@@ -127,21 +122,17 @@ struct DecodeTile {
   // Scales of tokens r and r + 8 of each 16 as they are stored: to touch them here would wait for the load.
   template <bool kWholeTile>
   __device__ __forceinline__ void LoadScales(const KvSide& side, int tile, uint32_t (&bits)[kTokenTiles][2]) const {
-    const int64_t row = base_row + tile + lane / 4;
 #pragma unroll
     for (int i = 0; i < 2 * kTokenTiles; ++i) {
-      uint32_t& to = bits[i / 2][i % 2];
-      if (!kWholeTile) {
-        to = 0;
-        if (tile + 8 * i + lane / 4 >= old) continue;
-      }
-      if (side.token_scale_is_half) {
-        to = static_cast<const uint16_t*>(side.token_scale)[row + 8 * i];
-      } else {
-        to = static_cast<const uint32_t*>(side.token_scale)[row + 8 * i];
-      }
+      const int token = tile + 8 * i + lane / 4;
+      const int64_t row = base_row + (kWholeTile ? token : token - Beyond(token));
+      bits[i / 2][i % 2] = side.token_scale_is_half ? static_cast<const uint16_t*>(side.token_scale)[row]
+                                                    : static_cast<const uint32_t*>(side.token_scale)[row];
     }
   }
+
+  // How far a token is beyond the last one.
+  __device__ __forceinline__ int Beyond(int token) const { return max(token - count + 1, 0); }
 
   // From LoadScales' bits; 1 on a side without token scales.
   static __device__ __forceinline__ void ReadScales(const KvSide& side, const uint32_t (&bits)[kTokenTiles][2],
@@ -154,39 +145,6 @@ struct DecodeTile {
     for (int i = 0; i < 2 * kTokenTiles; ++i) {
       scales[i / 2][i % 2] = __half2float(__ushort_as_half(static_cast<unsigned short>(bits[i / 2][i % 2])));
     }
-  }
-
-  // Puts the new rows of a tile where its old ones have been loaded.
-  __device__ __forceinline__ void TakeNewRows(int tile) {
-#pragma unroll
-    for (int m = 0; m < kTokenTiles; ++m) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int token = tile + 16 * m + KeyToken(lane, i);
-        if (token < old || token >= count) continue;
-        const uint8_t* const row = new_rows.codes[0][token - old] + Shape::KeyOffset(0, lane % 4);
-#pragma unroll
-        for (int w = 0; w < Shape::kKeyWords; ++w) {
-          key_words[m][i][w] = *reinterpret_cast<const uint32_t*>(row + Shape::KeyOffset(w, 0));
-        }
-        if (k_per_token) k_scale[m][i] = ScaleBits(p.k, new_rows.scale[0][token - old]);
-        if (v_per_token) v_scale[m][i] = ScaleBits(p.v, new_rows.scale[1][token - old]);
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int token = tile + 16 * m + ValueToken(lane, i);
-        if (token < old || token >= count) continue;
-        const uint8_t* const row = new_rows.codes[1][token - old] + Shape::ValueOffset(0, lane / 4);
-#pragma unroll
-        for (int w = 0; w < Shape::kValueWords; ++w) {
-          value_words[m][i][w] = *reinterpret_cast<const uint32_t*>(row + Shape::ValueOffset(w, 0));
-        }
-      }
-    }
-  }
-
-  static __device__ __forceinline__ uint32_t ScaleBits(const KvSide& side, float scale) {
-    return side.token_scale_is_half ? __half_as_ushort(__float2half_rn(scale)) : __float_as_uint(scale);
   }
 
   // 0xFF in the bytes of fp8 codes that are NaN.

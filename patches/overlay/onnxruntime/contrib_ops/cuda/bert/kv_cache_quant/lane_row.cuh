@@ -11,18 +11,20 @@ namespace onnxruntime {
 namespace contrib {
 namespace kv_cache_quant {
 
-// A lane's activations as they lie in memory, and those that rotate with them.
+// A lane's activations as they lie in memory, and what they rotate with: the other half's elements and the angles, or
+// half as many angles where rotary is interleaved.
 template <int kElements>
 struct LaneWords {
   uint32_t own[kElements / 2];
   uint32_t partner[kElements / 2];
+  uint32_t cos[kElements / 2];
+  uint32_t sin[kElements / 2];
 };
 
 namespace lane_row_internal {
 
 template <int kWords>
-__device__ __forceinline__ void LoadWords(const void* base, int64_t index, uint32_t (&words)[kWords]) {
-  const auto* const from = static_cast<const uint16_t*>(base) + index;
+__device__ __forceinline__ void LoadWords(const uint16_t* from, uint32_t (&words)[kWords]) {
   if constexpr (kWords == 4) {
     const uint4 x = __ldg(reinterpret_cast<const uint4*>(from));
     words[0] = x.x;
@@ -36,6 +38,19 @@ __device__ __forceinline__ void LoadWords(const void* base, int64_t index, uint3
   } else {
     static_assert(kWords == 1, "one load");
     words[0] = __ldg(reinterpret_cast<const uint32_t*>(from));
+  }
+}
+
+// The angles of kElements interleaved elements, half as many: as the first words.
+template <int kElements>
+__device__ __forceinline__ void LoadPairAngles(const uint16_t* from, uint32_t (&words)[kElements / 2]) {
+  if constexpr (kElements == 2) {
+    words[0] = __ldg(from);
+  } else {
+    uint32_t loaded[kElements / 4];
+    LoadWords(from, loaded);
+#pragma unroll
+    for (int i = 0; i < kElements / 4; ++i) words[i] = loaded[i];
   }
 }
 
@@ -60,54 +75,84 @@ __device__ __forceinline__ void Unpack(const uint32_t (&words)[kElements / 2], A
 
 }  // namespace lane_row_internal
 
-// Loads elements [d, d + kElements) of a row that starts row_offset elements from base, aligned; rotates: K and Q.
-template <int kElements>
-__device__ __forceinline__ LaneWords<kElements> LoadLaneWords(const GqaParams& p, const void* base, int64_t row_offset,
-                                                              int d, bool rotates) {
-  LaneWords<kElements> words = {};
-  if (d >= p.head_size) return words;
-  lane_row_internal::LoadWords(base, row_offset + d, words.own);
-  if (rotates && p.cos_cache != nullptr && d < p.rotary_dim && !p.rotary_interleaved) {
-    const int half = p.rotary_dim / 2;
-    lane_row_internal::LoadWords(base, row_offset + (d < half ? d + half : d - half), words.partner);
-  }
-  return words;
+// Whether elements at d rotate; `rotates`: rows of K and Q do.
+__device__ __forceinline__ bool IsRotated(const GqaParams& p, int d, bool rotates) {
+  return rotates && p.cos_cache != nullptr && d < p.rotary_dim;
 }
 
-// x <- the elements at d of words, each as LoadRotated gives it. Eight elements at a multiple of 8 rotate alike.
+// Where a lane's words are, all aligned to the load; nullptr: they are not needed, and zeros.
+struct LaneSource {
+  const uint16_t* own = nullptr;
+  const uint16_t* partner = nullptr;
+  const uint16_t* cos = nullptr;
+  const uint16_t* sin = nullptr;
+};
+
+// Elements at d of a row that starts row_offset elements from base. Eight elements at a multiple of 8 rotate alike.
+__device__ __forceinline__ LaneSource FindLaneWords(const GqaParams& p, const void* base, int64_t row_offset, int d,
+                                                    bool rotates) {
+  LaneSource from;
+  if (d >= p.head_size) return from;
+  const auto* const row = static_cast<const uint16_t*>(base) + row_offset;
+  from.own = row + d;
+  if (IsRotated(p, d, rotates) && !p.rotary_interleaved) {
+    const int half = p.rotary_dim / 2;
+    from.partner = row + (d < half ? d + half : d - half);
+  }
+  return from;
+}
+
+// And their angles at `position`.
+__device__ __forceinline__ void FindLaneAngles(const GqaParams& p, int d, int64_t position, bool rotates,
+                                               LaneSource& from) {
+  if (!IsRotated(p, d, rotates)) return;
+  const int half = p.rotary_dim / 2;
+  const int64_t at = position * half + (p.rotary_interleaved ? d / 2 : d < half ? d : d - half);
+  from.cos = static_cast<const uint16_t*>(p.cos_cache) + at;
+  from.sin = static_cast<const uint16_t*>(p.sin_cache) + at;
+}
+
+// Loads what `from` names, and leaves the other words.
+template <int kElements>
+__device__ __forceinline__ void LoadLaneWords(const GqaParams& p, const LaneSource& from, LaneWords<kElements>& words) {
+  using lane_row_internal::LoadPairAngles;
+  using lane_row_internal::LoadWords;
+  if (from.own != nullptr) LoadWords(from.own, words.own);
+  if (from.partner != nullptr) LoadWords(from.partner, words.partner);
+  if (from.cos == nullptr) return;
+  if (p.rotary_interleaved) {
+    LoadPairAngles<kElements>(from.cos, words.cos);
+    LoadPairAngles<kElements>(from.sin, words.sin);
+  } else {
+    LoadWords(from.cos, words.cos);
+    LoadWords(from.sin, words.sin);
+  }
+}
+
+// x <- the elements at d of words, each as LoadRotated gives it.
 template <int kElements>
 __device__ __forceinline__ void UnpackRotated(const GqaParams& p, const LaneWords<kElements>& words, int d,
-                                              int64_t position, bool rotates, float (&x)[kElements]) {
-  using lane_row_internal::LoadWords;
+                                              bool rotates, float (&x)[kElements]) {
   using lane_row_internal::Unpack;
   Unpack(words.own, p.activation, x);
-  if (!rotates || p.cos_cache == nullptr || d >= p.rotary_dim) return;
-  const int half = p.rotary_dim / 2;
+  if (!IsRotated(p, d, rotates)) return;
+  float cos[kElements];
+  float sin[kElements];
+  Unpack(words.cos, p.activation, cos);
+  Unpack(words.sin, p.activation, sin);
   if (p.rotary_interleaved) {
-    const int64_t at = position * half + d / 2;
 #pragma unroll
     for (int i = 0; i < kElements / 2; ++i) {
-      const float cos = LoadActivation(p.cos_cache, at + i, p.activation);
-      const float sin = LoadActivation(p.sin_cache, at + i, p.activation);
       const float even = x[2 * i];
       const float odd = x[2 * i + 1];
-      x[2 * i] = __fsub_rn(__fmul_rn(even, cos), __fmul_rn(odd, sin));
-      x[2 * i + 1] = __fadd_rn(__fmul_rn(odd, cos), __fmul_rn(even, sin));
+      x[2 * i] = __fsub_rn(__fmul_rn(even, cos[i]), __fmul_rn(odd, sin[i]));
+      x[2 * i + 1] = __fadd_rn(__fmul_rn(odd, cos[i]), __fmul_rn(even, sin[i]));
     }
     return;
   }
-  const bool first = d < half;
-  const int64_t at = position * half + (first ? d : d - half);
-  uint32_t cos_words[kElements / 2];
-  uint32_t sin_words[kElements / 2];
-  LoadWords(p.cos_cache, at, cos_words);
-  LoadWords(p.sin_cache, at, sin_words);
+  const bool first = d < p.rotary_dim / 2;
   float partner[kElements];
-  float cos[kElements];
-  float sin[kElements];
   Unpack(words.partner, p.activation, partner);
-  Unpack(cos_words, p.activation, cos);
-  Unpack(sin_words, p.activation, sin);
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
     const float a = __fmul_rn(x[i], cos[i]);
@@ -123,7 +168,11 @@ __device__ __forceinline__ void LoadLaneRow(const GqaParams& p, const void* base
                                             int lane, bool rotates, bool vectors, float (&x)[kElements]) {
   const int d = lane * kElements;
   if (vectors) {
-    UnpackRotated(p, LoadLaneWords<kElements>(p, base, row_offset, d, rotates), d, position, rotates, x);
+    LaneWords<kElements> words = {};
+    LaneSource from = FindLaneWords(p, base, row_offset, d, rotates);
+    FindLaneAngles(p, d, position, rotates, from);
+    LoadLaneWords(p, from, words);
+    UnpackRotated(p, words, d, rotates, x);
     return;
   }
 #pragma unroll

@@ -60,10 +60,11 @@ bool RowsAlignedTo(const GqaParams& p, uintptr_t bytes) {
   return p.row_bytes % bytes == 0 && IsAligned(p.k.codes, bytes) && IsAligned(p.v.codes, bytes);
 }
 
-// Whether rows of Q, K and V and rotary tables are 16-byte aligned, and eight elements at a multiple of 8 rotate alike.
+// Whether rows of Q, K, V and the output and rotary tables are 16-byte aligned, and eight elements at a multiple of 8 rotate alike.
 bool ActivationsInVectors(const GqaParams& p) {
   constexpr int kElements = 8;
   if (!IsAligned(p.query, 16) || !IsAligned(p.key, 16) || !IsAligned(p.value, 16)) return false;
+  if (!IsAligned(p.output, 16)) return false;
   if (p.query_stride % kElements != 0 || p.kv_stride % kElements != 0) return false;
   if (p.cos_cache == nullptr) return true;
   const int32_t alike = p.rotary_interleaved ? p.rotary_dim : p.rotary_dim / 2;
@@ -79,7 +80,17 @@ int BlocksPerMultiprocessor(KvFormat format, const GqaPlan& plan, const DeviceLi
                               generation == 10 || generation == 11;
     return plan.padded_head_size == 64 || large_shared ? 2 : 1;
   }
-  return DecodeBlocks(format, plan.padded_head_size, plan.whole_rows, plan.unit_rows);
+  return DecodeBlocks(format, plan.padded_head_size, plan.whole_rows, plan.unit_rows, plan.warps);
+}
+
+// Warps of a decode block: many where as many multiprocessors get work so.
+int32_t ChooseWarps(KvFormat format, const GqaPlan& plan, int64_t units, int64_t multiprocessors) {
+  const int32_t few = DecodeWarps(plan.padded_head_size);
+  if (!HasWideDecode(plan.padded_head_size, plan.whole_rows, plan.unit_rows) || units <= 0) return few;
+  const int64_t blocks = DecodeBlocks(format, plan.padded_head_size, plan.whole_rows, plan.unit_rows, few);
+  const int64_t wide = multiprocessors / units * units * blocks;
+  const int64_t narrow = multiprocessors * blocks / units * units;
+  return 10 * wide >= 9 * narrow && wide > 0 ? 2 * few : few;
 }
 
 // Fewest splits that keep the multiprocessors within a tenth of the best balance that any number of splits gives.
@@ -140,10 +151,11 @@ bool MakePlan(const GqaParams& p, const DeviceLimits& device, GqaPlan* plan, std
   const int64_t units = static_cast<int64_t>(p.batch_size) * p.kv_num_heads * x.units_per_head;
   if (units > INT32_MAX / kMaxSplits) return Fail(error, std::to_string(units) + " blocks of query rows");
   x.activation_vectors = ActivationsInVectors(p);
+  if (x.path == GqaPath::kDecode) x.warps = ChooseWarps(p.format, x, units, device.multiprocessors);
   const int64_t resident = BlocksPerMultiprocessor(p.format, x, device);
   const int64_t slots = device.multiprocessors * resident;
   const int64_t tokens = p.is_prompt ? p.sequence_length : p.capacity;
-  const int64_t max_splits = p.is_prompt ? 1 : std::clamp<int64_t>(DivUp(tokens, kMinSplitTokens), 1, kMaxSplits);
+  const int64_t max_splits = p.is_prompt ? 1 : std::clamp<int64_t>(DivUp(tokens, MinSplitTokens(x.warps)), 1, kMaxSplits);
   x.splits = units == 0 ? 1 : ChooseSplits(units, slots, max_splits);
   if (x.path == GqaPath::kDecode && x.splits > 1) {
     // Clusters that have to wait for others would cost more than they save.

@@ -30,16 +30,26 @@ constexpr int PrefillRows(int padded_head_size) { return padded_head_size == 256
 constexpr int kMaxSplits = 512;
 constexpr int kMaxMergeSplits = 32;      // that one block merges: more take the merge kernel, a block for every row
 constexpr int kMergeReads = 16;          // parts of a row that a block reads together, of up to four rows
-constexpr int kMinSplitTokens = 128;     // a tile for every warp
 constexpr int kShortSplitTokens = 1024;  // a split of as many has other work than the merge
 constexpr int kMaxCluster = 8;           // blocks: what every chip with clusters takes
 
-// Warps of a decode block. Heads padded to 256 elements leave registers and shared memory for half as many.
+// Warps of a decode block. Heads padded to 256 elements leave registers for half as many.
 constexpr int DecodeWarps(int padded_head_size) { return padded_head_size == 256 ? 4 : 8; }
 
-// Decode blocks that fit on a multiprocessor: two where 128 registers a thread (255 at D 256) are enough.
-constexpr int DecodeBlocks(KvFormat format, int padded_head_size, bool whole_rows, int unit_rows) {
-  return unit_rows > 8 || (format == KvFormat::kFloat8E4M3FN && padded_head_size == 128 && !whole_rows) ? 1 : 2;
+// Twice as many where two blocks would fit on a multiprocessor and one is enough: half as many splits to merge.
+constexpr bool HasWideDecode(int padded_head_size, bool whole_rows, int unit_rows) {
+  return padded_head_size <= 128 && whole_rows && unit_rows <= 8;
+}
+
+// Tokens of a split at least: a tile for every warp.
+constexpr int MinSplitTokens(int warps) { return warps > 8 ? 16 * warps : 128; }
+
+// Decode blocks that fit on a multiprocessor: 16 warps of 128 registers a thread, or 8 of 255.
+constexpr int DecodeBlocks(KvFormat format, int padded_head_size, bool whole_rows, int unit_rows, int warps) {
+  return warps > DecodeWarps(padded_head_size) || unit_rows > 8 ||
+                 (format == KvFormat::kFloat8E4M3FN && padded_head_size == 128 && !whole_rows)
+             ? 1
+             : 2;
 }
 
 struct DeviceLimits {
@@ -54,12 +64,13 @@ struct GqaPlan {
   GqaPath path = GqaPath::kDecode;
   int32_t padded_head_size = 0;  // 64, 128 or 256
   bool whole_rows = false;       // D == padded_head_size and every cache row is 16-byte aligned
+  int32_t warps = 0;             // of a decode block
   int32_t unit_rows = 0;         // prefill: PrefillRows, or fewer in the only unit of few rows
   int32_t units_per_head = 0;    // row blocks of one (batch entry, KV head)
   int32_t splits = 1;
   int32_t cluster = 1;              // blocks of a cluster, the splits of a unit; 1: no clusters
   int32_t counters = 0;             // one for every unit whose last block merges its splits, else 0
-  bool activation_vectors = false;  // rows of Q, K and V and rotary tables can be read 16 bytes at a time
+  bool activation_vectors = false;  // rows of Q, K, V and the output and rotary tables: 16 bytes at a time
   // Scratch, each part at a multiple of 256 bytes; 0 bytes where not needed.
   size_t prompt_key_offset = 0;
   size_t partial_out_offset = 0;

@@ -12,6 +12,8 @@ namespace kv_cache_quant {
 
 // Four elements of a row, of some of its tokens: the sums refer to the maximum. A denominator of 0: of no token.
 struct RowPart {
+  static constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+
   float maximum = -INFINITY;
   float denominator = 0.0f;
   float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -38,19 +40,11 @@ struct RowPart {
     sum.w += weight * x.w;
   }
 
-  // Adds what the lanes have whose number differs in the bits of width - 1; width: a power of two, 8 at most.
-  __device__ __forceinline__ void AddLanes(int width) {
-    constexpr unsigned kAllLanes = 0xFFFFFFFFu;
-    float top = maximum;
+  // Adds what those lanes have whose number differs in the bits from `first`, a power of two, on. Of one maximum.
+  __device__ __forceinline__ void SumLanes(int first) {
 #pragma unroll
-    for (int mask = 1; mask < 8; mask *= 2) {
-      if (mask < width) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, mask));
-    }
-    if (denominator != 0.0f) Scale(Exp2(maximum - top));
-    maximum = top;
-#pragma unroll
-    for (int mask = 1; mask < 8; mask *= 2) {
-      if (mask >= width) continue;
+    for (int mask = 16; mask >= 4; mask /= 2) {
+      if (mask < first) continue;
       denominator += __shfl_xor_sync(kAllLanes, denominator, mask);
       sum.x += __shfl_xor_sync(kAllLanes, sum.x, mask);
       sum.y += __shfl_xor_sync(kAllLanes, sum.y, mask);
@@ -58,23 +52,54 @@ struct RowPart {
       sum.w += __shfl_xor_sync(kAllLanes, sum.w, mask);
     }
   }
+
+  // Likewise, each of a maximum of its own.
+  __device__ __forceinline__ void AddLanes(int first) {
+    float top = maximum;
+#pragma unroll
+    for (int mask = 16; mask >= 4; mask /= 2) {
+      if (mask >= first) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, mask));
+    }
+    if (denominator != 0.0f) Scale(Exp2(maximum - top));
+    maximum = top;
+    SumLanes(first);
+  }
 };
 
-// Finishes elements [d, d + 4) of an output row. Of `width` lanes that have the same, each writes a share.
-__device__ __forceinline__ void WriteRowPart(const GqaParams& p, int64_t b, int kv_head, int row, int d,
-                                             const RowPart& part, int lane = 0, int width = 1) {
+// Writes elements [d, d + 4) of an output row, times V's static scale. vectors: plan.activation_vectors.
+__device__ __forceinline__ void WriteElements(const GqaParams& p, bool vectors, int64_t b, int kv_head,
+                                              const QueryRow& row, int d, float4 x) {
+  if (d >= p.head_size) return;
+  if (p.v.mode != KvScaleMode::kPerToken) {
+    x.x *= StaticValueScale(p, kv_head, d);
+    x.y *= StaticValueScale(p, kv_head, d + 1);
+    x.z *= StaticValueScale(p, kv_head, d + 2);
+    x.w *= StaticValueScale(p, kv_head, d + 3);
+  }
+  const int64_t at = OutputRow(p, b, row.s, row.head) + d;
+  if (vectors) {
+    const bool is_half = p.activation == ActivationType::kHalf;
+    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.output) + at) =
+        make_uint2(is_half ? PackHalf(x.x, x.y) : PackBFloat16(x.x, x.y),
+                   is_half ? PackHalf(x.z, x.w) : PackBFloat16(x.z, x.w));
+    return;
+  }
+  StoreActivation(p.output, at, x.x, p.activation);
+  StoreActivation(p.output, at + 1, x.y, p.activation);
+  StoreActivation(p.output, at + 2, x.z, p.activation);
+  StoreActivation(p.output, at + 3, x.w, p.activation);
+}
+
+// Finishes elements [d, d + 4) of an output row.
+__device__ __forceinline__ void WriteRowPart(const GqaParams& p, bool vectors, int64_t b, int kv_head, int row, int d,
+                                             const RowPart& part) {
   const QueryRow place(p, kv_head, row);
   const float sink = SinkLog2(p, place.head);
   const float top = fmaxf(part.maximum, sink);
   const float own = Exp2(part.maximum - top);
   const float inverse = __fdividef(own, part.denominator * own + Exp2(sink - top));
-  const int64_t at = OutputRow(p, b, place.s, place.head);
-  const float sums[4] = {part.sum.x, part.sum.y, part.sum.z, part.sum.w};
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    if ((e & (width - 1)) != (lane & (width - 1) & 3) || d + e >= p.head_size) continue;
-    StoreActivation(p.output, at + d + e, sums[e] * inverse * StaticValueScale(p, kv_head, d + e), p.activation);
-  }
+  WriteElements(p, vectors, b, kv_head, place, d,
+                make_float4(part.sum.x * inverse, part.sum.y * inverse, part.sum.z * inverse, part.sum.w * inverse));
 }
 
 }  // namespace kv_cache_quant

@@ -22,6 +22,9 @@ namespace kv_cache_quant {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
+// The smallest n with 2^n >= x; x: 1 or more.
+__device__ __forceinline__ int CeilLog2(int x) { return 32 - __clz(x - 1); }
+
 // Tokens [begin, end) of one block; empty where begin >= end.
 struct TokenRange {
   int64_t begin;
@@ -61,7 +64,7 @@ __device__ __forceinline__ float SinkLog2(const GqaParams& p, int head) {
 // Softcap of a score, from and to log2 units: c tanh(s / c) = c - 2c / (e^(2s / c) + 1), whose error is c * 2^-23.
 __device__ __forceinline__ float SoftcapLog2(float s, float softcap) {
   const float c = softcap * kLog2E;
-  return c - __fdividef(2.0f * c, Exp2(s * (2.0f / softcap)) + 1.0f);
+  return c - __fdividef(2.0f * c, Exp2(s * __fdividef(2.0f, softcap)) + 1.0f);
 }
 
 // The factor that a V row's codes still need when the sum over tokens is done.
