@@ -60,12 +60,12 @@ struct DecodeWarp {
   int first_position;  // of query row 0, counted as tokens are; negative where the split begins later
 
   __device__ __forceinline__ DecodeWarp(const GqaParams& params, int lane, int64_t first_row, int tokens,
-                                        int old_tokens, const uint4* shared_query)
+                                        int old_tokens, const uint4* shared_query, const void* value_tiles)
       : p(params),
         r(lane / 4),
         c(lane % 4),
         query(shared_query),
-        kv(params, lane, first_row, tokens, old_tokens),
+        kv(params, lane, first_row, tokens, old_tokens, value_tiles),
         v_norm(0.0f),
         started(false) {
 #pragma unroll
@@ -317,9 +317,14 @@ struct DecodeWarp {
   }
 
   // Adds weights times V.
-  __device__ __forceinline__ void Mix(const Tile& weights) {
+  __device__ __forceinline__ void Mix(const Tile& weights, int tile, bool masked) {
 #pragma unroll
     for (int m = 0; m < kTokenTiles; ++m) {
+      uint32_t words[4][Shape::kValueWords];
+      kv.ReadValue(m, words);
+      if constexpr (Shape::kFormat == KvFormat::kFloat8E4M3FN) {
+        if (masked) TakeOutNanCodes(*this, tile + 16 * m, words);
+      }
       uint32_t b[kRowTiles][2];
 #pragma unroll
       for (int n = 0; n < kRowTiles; ++n) {
@@ -330,8 +335,8 @@ struct DecodeWarp {
       for (int w = 0; w < Shape::kValueWords; ++w) {
         uint32_t near[Shape::kElements];
         uint32_t far[Shape::kElements];
-        FormatCodec::ExpandPair(kv.value_words[m][0][w], kv.value_words[m][1][w], near);
-        FormatCodec::ExpandPair(kv.value_words[m][2][w], kv.value_words[m][3][w], far);
+        FormatCodec::ExpandPair(words[0][w], words[1][w], near);
+        FormatCodec::ExpandPair(words[2][w], words[3][w], far);
 #pragma unroll
         for (int d = 0; d < Shape::kElements; d += 2) {
           const uint32_t a[4] = {near[d], near[d + 1], far[d], far[d + 1]};
@@ -354,6 +359,7 @@ struct DecodeWarp {
   __device__ __forceinline__ void Begin(int tile) {
     if (tile >= kv.count || kv.IsWhole(tile) != kWholeTile) return;
     kv.template LoadKeyRows<kWholeTile>(tile);
+    if (kv.v_per_token) kv.template LoadScales<kWholeTile>(p.v, tile, kv.v_scale);
     kv.template LoadValueRows<kWholeTile>(tile);
   }
 
@@ -365,15 +371,18 @@ struct DecodeWarp {
       const bool masked = IsMasked(tile);
       FinishScores(scores, tile, masked);
       const bool more = tile + kStep < kv.count;
-      if (more) kv.LoadKey(tile + kStep);
+      if (more) {
+        kv.LoadKey(tile + kStep);
+        kv.LoadValue(tile + kStep);
+      } else {
+        kv.SkipValue();
+      }
       RaiseMaximum(scores);
       Weigh(scores, masked);
-      if constexpr (Shape::kFormat == KvFormat::kFloat8E4M3FN) {
-        if (masked) TakeOutNanCodes(*this, tile);
-      }
-      Mix(scores);
+      if (more) kv.LoadValueScales(tile + kStep);
+      WaitForGroups<1>();
+      Mix(scores, tile, masked);
       started = true;
-      if (more) kv.LoadValue(tile + kStep);
     }
     if (!kv.v_per_token) v_norm = 1.0f;
 #pragma unroll

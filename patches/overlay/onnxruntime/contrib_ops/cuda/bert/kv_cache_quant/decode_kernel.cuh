@@ -34,7 +34,9 @@ struct DecodeShared {
   alignas(16) float maximum[Shape::kRows][Shape::kWarps];  // of each warp
   alignas(16) float denominator[Shape::kRows][Shape::kWarps];
   alignas(16) float norm[Shape::kWarps];
-  float4 sums[Shape::kWarps][8][kRowItems];  // the warps' sums of 8 rows, in SumPlace; then what the merge needs
+  // The warps' tiles of V, then their sums of 8 rows, in SumPlace, then what the merge needs.
+  float4 sums[Shape::kWarps][8][kRowItems];
+  static_assert(sizeof(sums[0]) >= 2 * DecodeTile<Shape>::kValueTileBytes, "two tiles of V");
   uint64_t inbox_barrier;
   int32_t last;  // the entry's seqlens_k
   // What is needed again after the attention, which has no registers left for it.
@@ -263,7 +265,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     LaneSource from = job < 2 * (count - old) ? new_row.Find(p, lane * kElements, plan.activation_vectors)
                                               : find_query(warp_index);
     Warp warp(p, lane, static_cast<int64_t>(unit) * p.capacity + range.begin, count, old,
-              &shared.query.words[0][0][0]);
+              &shared.query.words[0][0][0], shared.sums[warp_index]);
     const int tile = warp_index * Shape::kTileTokens;
     if (!waited) {
       Prefetch(from);

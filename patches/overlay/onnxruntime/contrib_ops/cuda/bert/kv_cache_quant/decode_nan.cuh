@@ -32,19 +32,15 @@ __device__ __forceinline__ void SpoilSums(Warp& warp, int token, int w, uint32_t
   }
 }
 
-// For a masked tile of fp8 codes, where 0 * NaN would reach rows that do not attend the token: NaN codes of V become
-// 0, and the sums of the rows that do attend them become NaN.
+// For 16 tokens from `tile` on of a masked tile of fp8 codes, where 0 * NaN would reach rows that do not attend the
+// token: NaN codes of V become 0, and the sums of the rows that do attend them become NaN.
 template <typename Warp>
-__device__ __forceinline__ void TakeOutNanCodes(Warp& warp, int tile) {
-  auto& words = warp.kv.value_words;
+__device__ __forceinline__ void TakeOutNanCodes(Warp& warp, int tile, uint32_t (&words)[4][Warp::Shape::kValueWords]) {
   uint32_t found = 0;
 #pragma unroll
-  for (int m = 0; m < Warp::kTokenTiles; ++m) {
+  for (int i = 0; i < 4; ++i) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-#pragma unroll
-      for (int w = 0; w < Warp::Shape::kValueWords; ++w) found |= warp.kv.NanBytes(words[m][i][w]);
-    }
+    for (int w = 0; w < Warp::Shape::kValueWords; ++w) found |= warp.kv.NanBytes(words[i][w]);
   }
   if (!__any_sync(Warp::kAllLanes, found != 0)) return;
   // The codes of an element lie in the lanes of one r, its sums for different rows too: every c shows the others its
@@ -52,26 +48,20 @@ __device__ __forceinline__ void TakeOutNanCodes(Warp& warp, int tile) {
 #pragma unroll 1
   for (int source = 0; source < 4; ++source) {
 #pragma unroll
-    for (int m = 0; m < Warp::kTokenTiles; ++m) {
+    for (int i = 0; i < 4; ++i) {
+      const int token = tile + i / 2 * 8 + 2 * source + i % 2;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int token = tile + 16 * m + i / 2 * 8 + 2 * source + i % 2;
-#pragma unroll
-        for (int w = 0; w < Warp::Shape::kValueWords; ++w) {
-          const uint32_t code = __shfl_sync(Warp::kAllLanes, words[m][i][w], 4 * warp.r + source);
-          const uint32_t nan = warp.kv.NanBytes(code);
-          if (nan != 0) SpoilSums(warp, token, w, nan);
-        }
+      for (int w = 0; w < Warp::Shape::kValueWords; ++w) {
+        const uint32_t code = __shfl_sync(Warp::kAllLanes, words[i][w], 4 * warp.r + source);
+        const uint32_t nan = warp.kv.NanBytes(code);
+        if (nan != 0) SpoilSums(warp, token, w, nan);
       }
     }
   }
 #pragma unroll
-  for (int m = 0; m < Warp::kTokenTiles; ++m) {
+  for (int i = 0; i < 4; ++i) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-#pragma unroll
-      for (int w = 0; w < Warp::Shape::kValueWords; ++w) words[m][i][w] &= ~warp.kv.NanBytes(words[m][i][w]);
-    }
+    for (int w = 0; w < Warp::Shape::kValueWords; ++w) words[i][w] &= ~warp.kv.NanBytes(words[i][w]);
   }
 }
 

@@ -8,6 +8,7 @@
 #include "contrib_ops/cuda/bert/kv_cache_quant/activation.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/cache_row.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode_shape.cuh"
+#include "contrib_ops/cuda/bert/kv_cache_quant/shared_copy.cuh"
 
 namespace onnxruntime {
 namespace contrib {
@@ -31,14 +32,15 @@ struct DecodeTile {
   const int key_left;                // bytes of a row from there on
   const uint8_t* const value_codes;  // eighth r of the row of token 2c
   const int value_left;
+  uint32_t value_place;              // in shared memory: this lane's first part of the tile that is loaded next
+  const uint32_t both_value_places;  // the sum of the two that take turns
 
   uint32_t key_words[kTokenTiles][2][Shape::kKeyWords];      // of tokens r, r + 8 of each 16
-  uint32_t value_words[kTokenTiles][4][Shape::kValueWords];  // of tokens 2c, 2c + 1, 2c + 8, 2c + 9
   uint32_t k_scale[kTokenTiles][2];                          // of tokens r, r + 8, as stored
   uint32_t v_scale[kTokenTiles][2];
 
   __device__ __forceinline__ DecodeTile(const GqaParams& params, int lane_index, int64_t first_row, int tokens,
-                                        int old_tokens)
+                                        int old_tokens, const void* value_tiles)
       : p(params),
         lane(lane_index),
         base_row(first_row),
@@ -50,7 +52,9 @@ struct DecodeTile {
         key_codes(params.k.codes + (first_row + lane / 4) * row_bytes + Shape::KeyOffset(0, lane % 4)),
         key_left(row_bytes - Shape::KeyOffset(0, lane % 4)),
         value_codes(params.v.codes + (first_row + 2 * (lane % 4)) * row_bytes + Shape::ValueOffset(0, lane / 4)),
-        value_left(row_bytes - Shape::ValueOffset(0, lane / 4)) {
+        value_left(row_bytes - Shape::ValueOffset(0, lane / 4)),
+        value_place(SharedAddress(value_tiles) + kValueBytes * ValuePlace(lane / 4, lane % 4)),
+        both_value_places(2 * value_place + kValueTileBytes) {
 #pragma unroll
     for (int i = 0; i < 2 * kTokenTiles; ++i) {
       k_scale[i / 2][i % 2] = v_scale[i / 2][i % 2] = 0x3F800000u;  // 1: stays so without token scales
@@ -80,6 +84,15 @@ struct DecodeTile {
     }
   }
 
+  __device__ __forceinline__ void LoadValueScales(int tile) {
+    if (!v_per_token) return;
+    if (IsWhole(tile)) {
+      LoadScales<true>(p.v, tile, v_scale);
+    } else {
+      LoadScales<false>(p.v, tile, v_scale);
+    }
+  }
+
   // In a whole tile all rows are at constant distances, which costs no address arithmetic. Another one has rows that the
   // block has just written, behind a barrier, and beyond the last token that one again, which is masked there.
   template <bool kWholeTile>
@@ -100,6 +113,19 @@ struct DecodeTile {
     if (k_per_token) LoadScales<kWholeTile>(p.k, tile, k_scale);
   }
 
+  // Codes of V lie in shared memory, two tiles, as each lane will take them: a vector of kValueBytes for each token, where
+  // a row is long enough two. So they can be under way while the warp waits for K, which a warp could not do with
+  // registers: one wait is for all of its loads. A lane reads what it has copied itself.
+  static constexpr int kValueBytes = 4 * Shape::kValueVector;
+  static constexpr int kValueVectors = Shape::kValueWords / Shape::kValueVector;
+  static constexpr uint32_t kValueTileBytes = 32 * kValueBytes * kTokenTiles * 4 * kValueVectors;
+
+  // The place of lane 4r + c's vector among the lanes': rows are whole, and the lanes that read together get different
+  // banks.
+  static __device__ __forceinline__ int ValuePlace(int r, int c) {
+    return 8 * c + (kValueBytes == 16 ? r ^ 2 * c : kValueBytes == 8 ? r ^ c / 2 * 4 : r);
+  }
+
   template <bool kWholeTile>
   __device__ __forceinline__ void LoadValueRows(int tile) {
 #pragma unroll
@@ -110,13 +136,67 @@ struct DecodeTile {
             value_codes + static_cast<int64_t>(tile) * row_bytes + (16 * m + ValueToken(0, i)) * row_bytes;
         if (!kWholeTile) codes -= Beyond(tile + 16 * m + ValueToken(lane, i)) * row_bytes;
 #pragma unroll
-        for (int w = 0; w < Shape::kValueWords; w += Shape::kValueVector) {
-          LoadRowPart<Shape::kValueVector, Shape::kWholeRows, Shape::kPieceWords, kWholeTile>(
-              codes, Shape::ValueOffset(w, 0), value_left, value_words[m][i] + w);
+        for (int v = 0; v < kValueVectors; ++v) {
+          const uint32_t to = value_place + ((4 * m + i) * kValueVectors + v) * 32 * kValueBytes;
+          CopyValue<kWholeTile>(to, codes, Shape::ValueOffset(v * Shape::kValueVector, 0));
         }
       }
     }
-    if (v_per_token) LoadScales<kWholeTile>(p.v, tile, v_scale);
+    GroupCopies();
+    value_place = both_value_places - value_place;
+  }
+
+  // In place of the tile after the last one.
+  __device__ __forceinline__ void SkipValue() {
+    GroupCopies();
+    value_place = both_value_places - value_place;
+  }
+
+  // A vector of a row, whose part from the lane's first byte on is value_left bytes.
+  template <bool kWholeTile>
+  __device__ __forceinline__ void CopyValue(uint32_t to, const uint8_t* row, int offset) const {
+    if constexpr (!kWholeTile) {  // of this kernel's own writing: not by an asynchronous copy
+      uint32_t words[Shape::kValueVector];
+      LoadRowPart<Shape::kValueVector, kWholeRows, Shape::kPieceWords, false>(row, offset, value_left, words);
+#pragma unroll
+      for (int w = 0; w < Shape::kValueVector; ++w) {
+        asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(to + 4 * w), "r"(words[w]) : "memory");
+      }
+    } else if constexpr (kWholeRows) {
+      StartCopy<kValueBytes>(to, row + offset, true);
+    } else {
+      constexpr int kPieceBytes = 4 * (Shape::kValueVector < Shape::kPieceWords ? Shape::kValueVector : Shape::kPieceWords);
+#pragma unroll
+      for (int at = 0; at < kValueBytes; at += kPieceBytes) {
+        StartCopy<kPieceBytes>(to + at, row + offset + at, offset + at < value_left);
+      }
+    }
+  }
+
+  // Codes of the i-th tokens of 16, of the tile that was loaded before the last one.
+  __device__ __forceinline__ void ReadValue(int m, uint32_t (&words)[4][Shape::kValueWords]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int v = 0; v < kValueVectors; ++v) {
+        const uint32_t from = value_place + ((4 * m + i) * kValueVectors + v) * 32 * kValueBytes;
+        LoadShared<Shape::kValueVector>(from, words[i] + v * Shape::kValueVector);
+      }
+    }
+  }
+
+  template <int kWords>
+  static __device__ __forceinline__ void LoadShared(uint32_t from, uint32_t* words) {
+    if constexpr (kWords == 4) {
+      asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];\n"
+                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                   : "r"(from)
+                   : "memory");
+    } else if constexpr (kWords == 2) {
+      asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];\n" : "=r"(words[0]), "=r"(words[1]) : "r"(from) : "memory");
+    } else {
+      asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(words[0]) : "r"(from) : "memory");
+    }
   }
 
   // Scales of tokens r and r + 8 of each 16 as they are stored: to touch them here would wait for the load.

@@ -14,6 +14,7 @@
 
 #include "contrib_ops/cuda/bert/kv_cache_quant/activation.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/codec.cuh"
+#include "contrib_ops/cuda/bert/kv_cache_quant/shared_copy.cuh"
 
 namespace onnxruntime {
 namespace contrib {
@@ -140,10 +141,6 @@ struct TileLayout {
   }
 };
 
-__device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
 // Four 8 x 8 matrices of 16-bit elements from shared memory; lane i gives the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void LoadTileMatrices(uint32_t (&x)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
@@ -155,44 +152,6 @@ __device__ __forceinline__ void LoadTileMatricesTransposed(uint32_t (&x)[4], uin
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "r"(address));
-}
-
-// kBytes (4, 8 or 16) from global to shared memory, zeros without a read where not `valid`; there after WaitForCopies
-// and a barrier. Before sm_80 at once.
-template <int kBytes>
-__device__ __forceinline__ void StartCopy(uint32_t to, const uint8_t* from, bool valid) {
-#if __CUDA_ARCH__ >= 800
-  const int size = valid ? kBytes : 0;
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(size) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;\n" ::"r"(to), "l"(from), "n"(kBytes), "r"(size)
-                 : "memory");
-  }
-#else
-  uint32_t w[4] = {0, 0, 0, 0};
-  if constexpr (kBytes == 16) {
-    if (valid) {
-      const uint4 x = __ldg(reinterpret_cast<const uint4*>(from));
-      w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w;
-    }
-    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"r"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
-                 : "memory");
-  } else {
-#pragma unroll
-    for (int i = 0; i < kBytes / 4; ++i) {
-      if (valid) w[i] = __ldg(reinterpret_cast<const uint32_t*>(from) + i);
-      asm volatile("st.shared.u32 [%0], %1;\n" ::"r"(to + 4 * i), "r"(w[i]) : "memory");
-    }
-  }
-#endif
-}
-
-// This thread's copies are there.
-__device__ __forceinline__ void WaitForCopies() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_all;\n" ::: "memory");
-#endif
 }
 
 // The part of one thread in tiles of kTokens rows: one chunk of the rows row, row + kRowStep, ...
