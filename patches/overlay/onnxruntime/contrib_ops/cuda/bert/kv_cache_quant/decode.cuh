@@ -371,17 +371,16 @@ struct DecodeWarp {
       const bool masked = IsMasked(tile);
       FinishScores(scores, tile, masked);
       const bool more = tile + kStep < kv.count;
-      if (more) {
-        kv.LoadKey(tile + kStep);
-        kv.LoadValue(tile + kStep);
-      } else {
-        kv.SkipValue();
-      }
+      if (more) kv.LoadKey(tile + kStep);
+      if (Shape::kValueInShared && more) kv.LoadValue(tile + kStep);
+      if (Shape::kValueInShared && !more) kv.TakeTurns();
       RaiseMaximum(scores);
       Weigh(scores, masked);
-      if (more) kv.LoadValueScales(tile + kStep);
-      WaitForGroups<1>();
+      if (Shape::kValueInShared && more) kv.LoadValueScales(tile + kStep);
+      kv.WaitForValue();
       Mix(scores, tile, masked);
+      if (!Shape::kValueInShared && more) kv.LoadValue(tile + kStep);
+      if (!Shape::kValueInShared && more) kv.LoadValueScales(tile + kStep);
       started = true;
     }
     if (!kv.v_per_token) v_norm = 1.0f;

@@ -47,7 +47,6 @@ struct DecodeShared {
     int split;
     int parts;  // TokenRange's
     DecodeResult result;
-    bool next_kernel_first;  // it is let in before the results are written
   };
   alignas(16) Place place;
 };
@@ -248,7 +247,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
         p.partial_stats[PartialRow(plan, unit, split, threadIdx.x)] = make_float2(-INFINITY, 0.0f);
       }
       if (!in_cluster || range.parts <= 1) return;
-      if (threadIdx.x == 0) shared.place = {unit, b, kv_head, split, range.parts, DecodeResult::kCluster, true};
+      if (threadIdx.x == 0) shared.place = {unit, b, kv_head, split, range.parts, DecodeResult::kCluster};
       __syncthreads();
       ArriveInCluster();
       WaitForCluster();
@@ -302,10 +301,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       shared.last = actual;
       const bool finished = plan.splits == 1 || ((merges || in_cluster) && range.parts == 1);
       shared.place = {unit, b, kv_head, split, range.parts,
-                      finished ? DecodeResult::kOutput : in_cluster ? DecodeResult::kCluster : DecodeResult::kPartial,
-                      // After a short split the merge through memory is quicker without the next kernel's blocks and
-                      // what they prefetch.
-                      !merges || finished || count > kShortSplitTokens};
+                      finished ? DecodeResult::kOutput : in_cluster ? DecodeResult::kCluster : DecodeResult::kPartial};
     }
     // Later than what comes before: a warp that waits for one of its loads waits for all that are under way.
     warp.template Begin<true>(tile);
@@ -318,8 +314,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     warp.template Begin<false>(tile);
     warp.SetRows(shared.query.factor, shared.query.sum, sequence.past - range.begin);
     warp.Run(tile);
+    AllowNextKernel();
     const DecodeResult result = shared.place.result;
-    if (shared.place.next_kernel_first) AllowNextKernel();
     if (result == DecodeResult::kCluster) ArriveInCluster();
     WriteRows(p, plan, warp, shared, rows, result);
     if (result == DecodeResult::kOutput) return;
@@ -332,7 +328,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     return;
   }
   if (!merges) return;
-  AllowNextKernel();
   using Merge = PartMerge<Shape::kHeadSize, Shape::kThreads>;
   static_assert(sizeof(typename Merge::Shared) <= sizeof(shared.sums), "it takes the place of the warps' sums");
   const Merge merge(p, plan, at.unit, rows);

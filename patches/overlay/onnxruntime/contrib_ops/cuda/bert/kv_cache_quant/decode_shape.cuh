@@ -39,6 +39,15 @@ struct DecodeShape {
   static constexpr int kValueVector = kValueWords < 4 ? kValueWords : 4;
   static constexpr int kPieceWords = kFormat == KvFormat::kInt4 ? 1 : 2;
   static constexpr int kElementTiles = kHeadSize / 16;
+  // Where a warp's tiles of V lie. In shared memory V is under way while the warp waits for K, which it cannot do in
+  // registers: one wait is for all of a warp's loads. But an asynchronous copy asks L2 for each 32 bytes by themselves,
+  // and 8-bit codes of 128 elements, which the memory alone limits, are slower for that many requests. Code for sm_120
+  // would spill registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+  static constexpr bool kValueInShared = true;
+#else
+  static constexpr bool kValueInShared = kFormat == KvFormat::kInt4 || kRowTiles > 1 || kHeadSize != 128;
+#endif
   static constexpr int kMinBlocks = DecodeBlocks(kFormat, kHeadSize, kWholeRows, kRows, kWarps);
 
   // Byte offset in a row of word w of a lane's part: of quarter c for K, of eighth r for V.

@@ -35,7 +35,8 @@ struct DecodeTile {
   uint32_t value_place;              // in shared memory: this lane's first part of the tile that is loaded next
   const uint32_t both_value_places;  // the sum of the two that take turns
 
-  uint32_t key_words[kTokenTiles][2][Shape::kKeyWords];      // of tokens r, r + 8 of each 16
+  uint32_t key_words[kTokenTiles][2][Shape::kKeyWords];  // of tokens r, r + 8 of each 16
+  uint32_t value_words[4][Shape::kValueWords];           // without kValueInShared: of tokens 2c, 2c + 1, 2c + 8, 2c + 9
   uint32_t k_scale[kTokenTiles][2];                          // of tokens r, r + 8, as stored
   uint32_t v_scale[kTokenTiles][2];
 
@@ -113,9 +114,9 @@ struct DecodeTile {
     if (k_per_token) LoadScales<kWholeTile>(p.k, tile, k_scale);
   }
 
-  // Codes of V lie in shared memory, two tiles, as each lane will take them: a vector of kValueBytes for each token, where
-  // a row is long enough two. So they can be under way while the warp waits for K, which a warp could not do with
-  // registers: one wait is for all of its loads. A lane reads what it has copied itself.
+  // Codes of V in shared memory are two tiles, as each lane will take them: a vector of kValueBytes for each token, where a
+  // row is long enough two. A lane reads what it has copied itself.
+  static_assert(Shape::kValueInShared || kTokenTiles == 1, "registers for 16 tokens");
   static constexpr int kValueBytes = 4 * Shape::kValueVector;
   static constexpr int kValueVectors = Shape::kValueWords / Shape::kValueVector;
   static constexpr uint32_t kValueTileBytes = 32 * kValueBytes * kTokenTiles * 4 * kValueVectors;
@@ -137,19 +138,30 @@ struct DecodeTile {
         if (!kWholeTile) codes -= Beyond(tile + 16 * m + ValueToken(lane, i)) * row_bytes;
 #pragma unroll
         for (int v = 0; v < kValueVectors; ++v) {
-          const uint32_t to = value_place + ((4 * m + i) * kValueVectors + v) * 32 * kValueBytes;
-          CopyValue<kWholeTile>(to, codes, Shape::ValueOffset(v * Shape::kValueVector, 0));
+          const int offset = Shape::ValueOffset(v * Shape::kValueVector, 0);
+          if constexpr (Shape::kValueInShared) {
+            CopyValue<kWholeTile>(value_place + ((4 * m + i) * kValueVectors + v) * 32 * kValueBytes, codes, offset);
+          } else {
+            LoadRowPart<Shape::kValueVector, kWholeRows, Shape::kPieceWords, kWholeTile>(
+                codes, offset, value_left, value_words[i] + v * Shape::kValueVector);
+          }
         }
       }
     }
-    GroupCopies();
-    value_place = both_value_places - value_place;
+    TakeTurns();
   }
 
-  // In place of the tile after the last one.
-  __device__ __forceinline__ void SkipValue() {
-    GroupCopies();
-    value_place = both_value_places - value_place;
+  // After the copies of a tile, or in their place after the last one.
+  __device__ __forceinline__ void TakeTurns() {
+    if constexpr (Shape::kValueInShared) {
+      GroupCopies();
+      value_place = both_value_places - value_place;
+    }
+  }
+
+  // Until the tile before the one that was loaded last is there.
+  __device__ __forceinline__ void WaitForValue() const {
+    if constexpr (Shape::kValueInShared) WaitForGroups<1>();
   }
 
   // A vector of a row, whose part from the lane's first byte on is value_left bytes.
@@ -173,14 +185,19 @@ struct DecodeTile {
     }
   }
 
-  // Codes of the i-th tokens of 16, of the tile that was loaded before the last one.
+  // Codes of the i-th tokens of 16: in shared memory of the tile that was loaded before the last one.
   __device__ __forceinline__ void ReadValue(int m, uint32_t (&words)[4][Shape::kValueWords]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
       for (int v = 0; v < kValueVectors; ++v) {
-        const uint32_t from = value_place + ((4 * m + i) * kValueVectors + v) * 32 * kValueBytes;
-        LoadShared<Shape::kValueVector>(from, words[i] + v * Shape::kValueVector);
+        if constexpr (Shape::kValueInShared) {
+          const uint32_t from = value_place + ((4 * m + i) * kValueVectors + v) * 32 * kValueBytes;
+          LoadShared<Shape::kValueVector>(from, words[i] + v * Shape::kValueVector);
+        } else {
+#pragma unroll
+          for (int w = v * Shape::kValueVector; w < (v + 1) * Shape::kValueVector; ++w) words[i][w] = value_words[i][w];
+        }
       }
     }
   }

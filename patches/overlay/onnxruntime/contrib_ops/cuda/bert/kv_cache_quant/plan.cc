@@ -83,14 +83,20 @@ int BlocksPerMultiprocessor(KvFormat format, const GqaPlan& plan, const DeviceLi
   return DecodeBlocks(format, plan.padded_head_size, plan.whole_rows, plan.unit_rows, plan.warps);
 }
 
-// Warps of a decode block: many where as many multiprocessors get work so.
-int32_t ChooseWarps(KvFormat format, const GqaPlan& plan, int64_t units, int64_t multiprocessors) {
+// Whether all clusters of `splits` blocks, one a unit, run at once: to wait for others would cost more than they save.
+bool ClustersFit(int64_t units, int64_t splits, int64_t resident, const DeviceLimits& device) {
+  return splits > 1 && splits <= kMaxCluster && units <= device.clusters[splits] * resident;
+}
+
+// Warps of a decode block: many where as many multiprocessors get work so, but for what few fit into a cluster each.
+int32_t ChooseWarps(const GqaParams& p, const GqaPlan& plan, int64_t units, const DeviceLimits& device) {
   const int32_t few = DecodeWarps(plan.padded_head_size);
   if (!HasWideDecode(plan.padded_head_size, plan.whole_rows, plan.unit_rows) || units <= 0) return few;
-  const int64_t blocks = DecodeBlocks(format, plan.padded_head_size, plan.whole_rows, plan.unit_rows, few);
-  const int64_t wide = multiprocessors / units * units * blocks;
-  const int64_t narrow = multiprocessors * blocks / units * units;
-  return 10 * wide >= 9 * narrow && wide > 0 ? 2 * few : few;
+  const int64_t resident = DecodeBlocks(p.format, plan.padded_head_size, plan.whole_rows, plan.unit_rows, few);
+  if (ClustersFit(units, DivUp(p.capacity, MinSplitTokens(few)), resident, device)) return few;
+  const int64_t wide = device.multiprocessors / units * units * resident;
+  const int64_t narrow = device.multiprocessors * resident / units * units;
+  return wide > 0 && 10 * wide >= 9 * narrow ? 2 * few : few;
 }
 
 // Fewest splits that keep the multiprocessors within a tenth of the best balance that any number of splits gives.
@@ -151,15 +157,19 @@ bool MakePlan(const GqaParams& p, const DeviceLimits& device, GqaPlan* plan, std
   const int64_t units = static_cast<int64_t>(p.batch_size) * p.kv_num_heads * x.units_per_head;
   if (units > INT32_MAX / kMaxSplits) return Fail(error, std::to_string(units) + " blocks of query rows");
   x.activation_vectors = ActivationsInVectors(p);
-  if (x.path == GqaPath::kDecode) x.warps = ChooseWarps(p.format, x, units, device.multiprocessors);
+  if (x.path == GqaPath::kDecode) x.warps = ChooseWarps(p, x, units, device);
   const int64_t resident = BlocksPerMultiprocessor(p.format, x, device);
   const int64_t slots = device.multiprocessors * resident;
   const int64_t tokens = p.is_prompt ? p.sequence_length : p.capacity;
   const int64_t max_splits = p.is_prompt ? 1 : std::clamp<int64_t>(DivUp(tokens, MinSplitTokens(x.warps)), 1, kMaxSplits);
   x.splits = units == 0 ? 1 : ChooseSplits(units, slots, max_splits);
   if (x.path == GqaPath::kDecode && x.splits > 1) {
-    // Clusters that have to wait for others would cost more than they save.
-    if (x.splits <= kMaxCluster && units <= static_cast<int64_t>(device.clusters[x.splits]) * resident) {
+    // A second tile for every warp takes less than a merge through memory.
+    if (x.splits > kMaxCluster && tokens <= 2 * kMaxCluster * MinSplitTokens(x.warps) &&
+        ClustersFit(units, kMaxCluster, resident, device)) {
+      x.splits = kMaxCluster;
+    }
+    if (ClustersFit(units, x.splits, resident, device)) {
       x.cluster = x.splits;
     } else if (x.splits <= kMaxMergeSplits) {
       x.counters = static_cast<int32_t>(units);
