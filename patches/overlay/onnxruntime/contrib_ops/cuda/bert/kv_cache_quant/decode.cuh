@@ -321,7 +321,7 @@ struct DecodeWarp {
 #pragma unroll
     for (int m = 0; m < kTokenTiles; ++m) {
       uint32_t words[4][Shape::kValueWords];
-      kv.ReadValue(m, words);
+      kv.ReadValue(tile, m, words);
       if constexpr (Shape::kFormat == KvFormat::kFloat8E4M3FN) {
         if (masked) TakeOutNanCodes(*this, tile + 16 * m, words);
       }
@@ -372,15 +372,24 @@ struct DecodeWarp {
       FinishScores(scores, tile, masked);
       const bool more = tile + kStep < kv.count;
       if (more) kv.LoadKey(tile + kStep);
-      if (Shape::kValueInShared && more) kv.LoadValue(tile + kStep);
-      if (Shape::kValueInShared && !more) kv.TakeTurns();
+      if (Shape::kValueInShared) {  // a group of copies for every tile, be it empty
+        if (more) {
+          kv.LoadValue(tile + kStep);
+        } else {
+          GroupCopies();
+        }
+      }
       RaiseMaximum(scores);
       Weigh(scores, masked);
-      if (Shape::kValueInShared && more) kv.LoadValueScales(tile + kStep);
-      kv.WaitForValue();
+      if (Shape::kValueInShared) {
+        if (more) kv.LoadValueScales(tile + kStep);
+        WaitForGroups<1>();  // of this tile
+      }
       Mix(scores, tile, masked);
-      if (!Shape::kValueInShared && more) kv.LoadValue(tile + kStep);
-      if (!Shape::kValueInShared && more) kv.LoadValueScales(tile + kStep);
+      if (!Shape::kValueInShared && more) {
+        kv.LoadValue(tile + kStep);
+        kv.LoadValueScales(tile + kStep);
+      }
       started = true;
     }
     if (!kv.v_per_token) v_norm = 1.0f;

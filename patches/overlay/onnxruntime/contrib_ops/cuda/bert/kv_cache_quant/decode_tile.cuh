@@ -32,8 +32,7 @@ struct DecodeTile {
   const int key_left;                // bytes of a row from there on
   const uint8_t* const value_codes;  // eighth r of the row of token 2c
   const int value_left;
-  uint32_t value_place;              // in shared memory: this lane's first part of the tile that is loaded next
-  const uint32_t both_value_places;  // the sum of the two that take turns
+  const uint32_t value_place;  // in shared memory: this lane's first part of the first of two tiles
 
   uint32_t key_words[kTokenTiles][2][Shape::kKeyWords];  // of tokens r, r + 8 of each 16
   uint32_t value_words[4][Shape::kValueWords];           // without kValueInShared: of tokens 2c, 2c + 1, 2c + 8, 2c + 9
@@ -54,8 +53,7 @@ struct DecodeTile {
         key_left(row_bytes - Shape::KeyOffset(0, lane % 4)),
         value_codes(params.v.codes + (first_row + 2 * (lane % 4)) * row_bytes + Shape::ValueOffset(0, lane / 4)),
         value_left(row_bytes - Shape::ValueOffset(0, lane / 4)),
-        value_place(SharedAddress(value_tiles) + kValueBytes * ValuePlace(lane / 4, lane % 4)),
-        both_value_places(2 * value_place + kValueTileBytes) {
+        value_place(SharedAddress(value_tiles) + kValueBytes * ValuePlace(lane / 4, lane % 4)) {
 #pragma unroll
     for (int i = 0; i < 2 * kTokenTiles; ++i) {
       k_scale[i / 2][i % 2] = v_scale[i / 2][i % 2] = 0x3F800000u;  // 1: stays so without token scales
@@ -140,7 +138,7 @@ struct DecodeTile {
         for (int v = 0; v < kValueVectors; ++v) {
           const int offset = Shape::ValueOffset(v * Shape::kValueVector, 0);
           if constexpr (Shape::kValueInShared) {
-            CopyValue<kWholeTile>(value_place + ((4 * m + i) * kValueVectors + v) * 32 * kValueBytes, codes, offset);
+            CopyValue<kWholeTile>(VectorPlace(tile, m, i, v), codes, offset);
           } else {
             LoadRowPart<Shape::kValueVector, kWholeRows, Shape::kPieceWords, kWholeTile>(
                 codes, offset, value_left, value_words[i] + v * Shape::kValueVector);
@@ -148,20 +146,13 @@ struct DecodeTile {
         }
       }
     }
-    TakeTurns();
+    if constexpr (Shape::kValueInShared) GroupCopies();
   }
 
-  // After the copies of a tile, or in their place after the last one.
-  __device__ __forceinline__ void TakeTurns() {
-    if constexpr (Shape::kValueInShared) {
-      GroupCopies();
-      value_place = both_value_places - value_place;
-    }
-  }
-
-  // Until the tile before the one that was loaded last is there.
-  __device__ __forceinline__ void WaitForValue() const {
-    if constexpr (Shape::kValueInShared) WaitForGroups<1>();
+  // The warp's tiles take turns. Place of a vector of the i-th tokens of 16.
+  __device__ __forceinline__ uint32_t VectorPlace(int tile, int m, int i, int v) const {
+    const uint32_t turn = static_cast<uint32_t>(tile) / (Shape::kWarps * Shape::kTileTokens) % 2;
+    return value_place + turn * kValueTileBytes + ((4 * m + i) * kValueVectors + v) * 32 * kValueBytes;
   }
 
   // A vector of a row, whose part from the lane's first byte on is value_left bytes.
@@ -185,15 +176,14 @@ struct DecodeTile {
     }
   }
 
-  // Codes of the i-th tokens of 16: in shared memory of the tile that was loaded before the last one.
-  __device__ __forceinline__ void ReadValue(int m, uint32_t (&words)[4][Shape::kValueWords]) const {
+  // Codes of the m-th 16 tokens of a tile.
+  __device__ __forceinline__ void ReadValue(int tile, int m, uint32_t (&words)[4][Shape::kValueWords]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
       for (int v = 0; v < kValueVectors; ++v) {
         if constexpr (Shape::kValueInShared) {
-          const uint32_t from = value_place + ((4 * m + i) * kValueVectors + v) * 32 * kValueBytes;
-          LoadShared<Shape::kValueVector>(from, words[i] + v * Shape::kValueVector);
+          LoadShared<Shape::kValueVector>(VectorPlace(tile, m, i, v), words[i] + v * Shape::kValueVector);
         } else {
 #pragma unroll
           for (int w = v * Shape::kValueVector; w < (v + 1) * Shape::kValueVector; ++w) words[i][w] = value_words[i][w];
