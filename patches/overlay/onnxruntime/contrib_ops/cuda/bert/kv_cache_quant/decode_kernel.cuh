@@ -151,7 +151,7 @@ __device__ __forceinline__ void WriteRows(const GqaParams& p, const GqaPlan& pla
     if (n > 0) __syncthreads();  // the sums of the tile before are no longer needed
     StoreSums(warp, shared, n, rows);
     __syncthreads();
-    if (result == DecodeResult::kCluster) {
+    if (kHasClusters && result == DecodeResult::kCluster) {
       if (n == 0) WaitForCluster();
       const ClusterSlices slices(plan.cluster, at.split, rows * kRowItems);
       const int from = at.split << slices.bits;
@@ -270,8 +270,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       Prefetch(from);
       if (Shape::kWholeRows) PrefetchTiles<Shape>(p, unit * p.capacity + range.begin, old);
       // So that all that is known is known when the wait ends.
-      asm volatile("" ::"l"(from.own), "l"(from.partner), "l"(from.cos), "l"(from.sin), "l"(warp.kv.key_codes),
-                   "l"(warp.kv.value_codes), "l"(warp.kv.base_row), "r"(tile));
+      asm volatile("" ::"l"(from.own), "l"(from.partner), "l"(from.cos), "l"(from.sin), "l"(warp.kv.base_row),
+                   "r"(tile));
       WaitForPreviousKernel();
       waited = true;
     }
@@ -301,7 +301,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       shared.last = actual;
       const bool finished = plan.splits == 1 || ((merges || in_cluster) && range.parts == 1);
       shared.place = {unit, b, kv_head, split, range.parts,
-                      finished ? DecodeResult::kOutput : in_cluster ? DecodeResult::kCluster : DecodeResult::kPartial};
+                      finished ? DecodeResult::kOutput : in_cluster ? DecodeResult::kCluster
+                                                                    : DecodeResult::kPartial};
     }
     // Later than what comes before: a warp that waits for one of its loads waits for all that are under way.
     warp.template Begin<true>(tile);
@@ -316,7 +317,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     warp.Run(tile);
     AllowNextKernel();
     const DecodeResult result = shared.place.result;
-    if (result == DecodeResult::kCluster) ArriveInCluster();
+    if (kHasClusters && result == DecodeResult::kCluster) ArriveInCluster();
     WriteRows(p, plan, warp, shared, rows, result);
     if (result == DecodeResult::kOutput) return;
     break;

@@ -35,7 +35,7 @@ struct PartMerge {
   static constexpr int kReads = 8;                             // parts that are on their way together
   static constexpr int kWarps = kThreads / 32;
   static constexpr int kWarpBits = kWarps == 16 ? 4 : kWarps == 8 ? 3
-                                                                 : 2;
+                                                                  : 2;
   static constexpr int kMaxGroupBits = 2;  // more shares cost more to add than they save
   static_assert(kWarps == 1 << kWarpBits, "warps are a power of two");
 

@@ -28,15 +28,13 @@ struct DecodeTile {
   const bool k_per_token;
   const bool v_per_token;
   const int row_bytes;
-  const uint8_t* const key_codes;    // of this lane: quarter c of the row of token r of the split
-  const int key_left;                // bytes of a row from there on
-  const uint8_t* const value_codes;  // eighth r of the row of token 2c
-  const int value_left;
+  const int key_left;          // bytes of a row from quarter c on
+  const int value_left;        // from eighth r on
   const uint32_t value_place;  // in shared memory: this lane's first part of the first of two tiles
 
   uint32_t key_words[kTokenTiles][2][Shape::kKeyWords];  // of tokens r, r + 8 of each 16
   uint32_t value_words[4][Shape::kValueWords];           // without kValueInShared: of tokens 2c, 2c + 1, 2c + 8, 2c + 9
-  uint32_t k_scale[kTokenTiles][2];                          // of tokens r, r + 8, as stored
+  uint32_t k_scale[kTokenTiles][2];                      // of tokens r, r + 8, as stored
   uint32_t v_scale[kTokenTiles][2];
 
   __device__ __forceinline__ DecodeTile(const GqaParams& params, int lane_index, int64_t first_row, int tokens,
@@ -49,9 +47,7 @@ struct DecodeTile {
         k_per_token(params.k.mode == KvScaleMode::kPerToken),
         v_per_token(params.v.mode == KvScaleMode::kPerToken),
         row_bytes(kWholeRows ? Shape::kRowBytes : params.row_bytes),
-        key_codes(params.k.codes + (first_row + lane / 4) * row_bytes + Shape::KeyOffset(0, lane % 4)),
         key_left(row_bytes - Shape::KeyOffset(0, lane % 4)),
-        value_codes(params.v.codes + (first_row + 2 * (lane % 4)) * row_bytes + Shape::ValueOffset(0, lane / 4)),
         value_left(row_bytes - Shape::ValueOffset(0, lane / 4)),
         value_place(SharedAddress(value_tiles) + kValueBytes * ValuePlace(lane / 4, lane % 4)) {
 #pragma unroll
@@ -96,11 +92,14 @@ struct DecodeTile {
   // block has just written, behind a barrier, and beyond the last token that one again, which is masked there.
   template <bool kWholeTile>
   __device__ __forceinline__ void LoadKeyRows(int tile) {
+    // Quarter c of the row of token r: no registers are left to keep the address.
+    const uint8_t* const key_codes =
+        p.k.codes + (base_row + tile + lane / 4) * row_bytes + Shape::KeyOffset(0, lane % 4);
 #pragma unroll
     for (int m = 0; m < kTokenTiles; ++m) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const uint8_t* codes = key_codes + static_cast<int64_t>(tile) * row_bytes + (16 * m + 8 * i) * row_bytes;
+        const uint8_t* codes = key_codes + (16 * m + 8 * i) * row_bytes;
         if (!kWholeTile) codes -= Beyond(tile + 16 * m + KeyToken(lane, i)) * row_bytes;
 #pragma unroll
         for (int w = 0; w < Shape::kKeyWords; w += Shape::kKeyVector) {
@@ -122,17 +121,20 @@ struct DecodeTile {
   // The place of lane 4r + c's vector among the lanes': rows are whole, and the lanes that read together get different
   // banks.
   static __device__ __forceinline__ int ValuePlace(int r, int c) {
-    return 8 * c + (kValueBytes == 16 ? r ^ 2 * c : kValueBytes == 8 ? r ^ c / 2 * 4 : r);
+    return 8 * c + (kValueBytes == 16 ? r ^ 2 * c : kValueBytes == 8 ? r ^ c / 2 * 4
+                                                                     : r);
   }
 
   template <bool kWholeTile>
   __device__ __forceinline__ void LoadValueRows(int tile) {
+    // Eighth r of the row of token 2c.
+    const uint8_t* const value_codes =
+        p.v.codes + (base_row + tile + 2 * (lane % 4)) * row_bytes + Shape::ValueOffset(0, lane / 4);
 #pragma unroll
     for (int m = 0; m < kTokenTiles; ++m) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint8_t* codes =
-            value_codes + static_cast<int64_t>(tile) * row_bytes + (16 * m + ValueToken(0, i)) * row_bytes;
+        const uint8_t* codes = value_codes + (16 * m + ValueToken(0, i)) * row_bytes;
         if (!kWholeTile) codes -= Beyond(tile + 16 * m + ValueToken(lane, i)) * row_bytes;
 #pragma unroll
         for (int v = 0; v < kValueVectors; ++v) {

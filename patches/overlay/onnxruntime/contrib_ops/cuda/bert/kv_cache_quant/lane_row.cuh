@@ -107,7 +107,8 @@ __device__ __forceinline__ void FindLaneAngles(const GqaParams& p, int d, int64_
                                                LaneSource& from) {
   if (!IsRotated(p, d, rotates)) return;
   const int half = p.rotary_dim / 2;
-  const int64_t at = position * half + (p.rotary_interleaved ? d / 2 : d < half ? d : d - half);
+  const int64_t at = position * half + (p.rotary_interleaved ? d / 2 : d < half ? d
+                                                                                : d - half);
   from.cos = static_cast<const uint16_t*>(p.cos_cache) + at;
   from.sin = static_cast<const uint16_t*>(p.sin_cache) + at;
 }
