@@ -32,4 +32,5 @@
 #include "contrib_ops/cuda/bert/kv_cache_quant/prefill_warp.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/query_tile.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/row_part.cuh"
+#include "contrib_ops/cuda/bert/kv_cache_quant/shared_copy.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/unit.cuh"

@@ -123,6 +123,11 @@ class Device(HostLibrary):
         function = getattr(self.handle, f"kvq_launch_{kernel}")
         self.check(function(ctypes.byref(params), ctypes.byref(plan), _PTR(self.stream)), f"launch of {kernel}")
 
+    def store_late(self, to: int, values: int, count: int) -> None:
+        """Enqueues a kernel that lets the next one begin and stores int32 values only then."""
+        error = self.handle.kvq_store_late(_PTR(to), _PTR(values), count, _PTR(self.stream))
+        self.check(error, "late store")
+
     @contextmanager
     def capture(self, into: Graph) -> Iterator[None]:
         """What is launched inside becomes the graph `into`, and is not run."""

@@ -61,7 +61,7 @@ class GqaPlan(ctypes.Structure):
         ("path", _I32),
         ("padded_head_size", _I32),
         ("whole_rows", ctypes.c_bool),
-        *((name, _I32) for name in ("unit_rows", "units_per_head", "splits", "cluster", "counters")),
+        *((name, _I32) for name in ("warps", "unit_rows", "units_per_head", "splits", "cluster", "counters")),
         ("activation_vectors", ctypes.c_bool),
         *((name, _SIZE) for name in ("prompt_key_offset", "partial_out_offset", "partial_stats_offset")),
         ("workspace_bytes", _SIZE),

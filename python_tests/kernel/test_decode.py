@@ -126,7 +126,21 @@ LONG = [
     for t, w, mp in ((8191, -1, 0), (8192, 700, 0), (32769, -1, 0), (32769, -1, 1))
     for dtype in FORMATS
 ]  # fmt: skip
-CASES = LENGTHS + SPLITS + GROUPS + SIZES + WINDOWS + SCALES + FEATURES + ONE_SPLIT + RAGGED + CAPACITY + LONG
+WIDE = [
+    KernelCase(
+        id=f"decode-wide-clusters{clusters}-t{t}-{dtype}-d{d}-g{g}", dtype=dtype, totals=(t,), capacity=4100 if t > 4096
+        else 4096, total=4100, heads=8, kv_heads=8 // g, head_size=d, multiprocessors=132, clusters=clusters,
+        window=w, sink=d == 64, rotary="half",
+    )
+    for clusters in (True, False)
+    for t, d, g, w in (
+        (1, 128, 4, -1), (15, 64, 8, -1), (16, 128, 8, -1), (17, 128, 1, -1), (255, 128, 4, -1), (256, 64, 4, -1),
+        (257, 128, 2, -1), (511, 128, 4, 300), (512, 128, 8, -1), (513, 64, 2, 20), (2047, 128, 4, -1),
+        (4095, 128, 4, -1), (4096, 128, 8, -1), (4097, 128, 4, -1), (4100, 64, 8, 700),
+    )
+    for dtype in FORMATS
+]  # fmt: skip
+CASES = WIDE + LENGTHS + SPLITS + GROUPS + SIZES + WINDOWS + SCALES + FEATURES + ONE_SPLIT + RAGGED + CAPACITY + LONG
 
 
 @pytest.mark.parametrize("case", params(CASES))

@@ -166,7 +166,8 @@ def test_splits_fill_the_device(library: HostLibrary, device: tuple[int, int]) -
         p = call(batch=batch, kv_heads=kv_heads, group=group)
         plan = library.make_plan(p, *device)
         assert 10 * blocks(p, plan) >= 8 * multiprocessors
-        assert blocks(p, plan) >= multiprocessors or group > 8  # 16 rows: one block a multiprocessor
+        # 16 rows or warps: one block a multiprocessor.
+        assert blocks(p, plan) >= multiprocessors or group > 8 or plan.warps == 16
         assert 1 <= plan.splits <= 2048
         for capacity in (0, 1, 63, 64, 65, 1000):
             p.capacity = capacity
@@ -177,7 +178,7 @@ def test_who_merges(library: HostLibrary) -> None:
     """Without clusters: the decode kernel up to 32 splits, with a counter for every unit; else the merge kernel."""
     for kv_heads, batch, capacity, counters in (
         (8, 1, 131_072, 8),
-        (8, 16, 131_072, 128),
+        (8, 8, 131_072, 64),
         (1, 1, 131_072, 0),
         (1, 1, 4096, 1),
     ):
@@ -191,20 +192,30 @@ def test_who_merges(library: HostLibrary) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "capacity", "cluster"),
-    [(1, 1024, 8), (1, 1025, 1), (1, 896, 7), (1, 128, 1), (16, 131_072, 2), (1, 8192, 1)],
+    ("batch", "capacity", "cluster", "warps"),
+    [
+        (1, 1024, 8, 8),  # a cluster of small blocks
+        (1, 896, 7, 8),
+        (1, 1025, 5, 16),  # of large ones
+        (1, 2048, 8, 16),
+        (1, 4096, 8, 16),  # two tiles a warp
+        (1, 4097, 1, 16),
+        (1, 8192, 1, 16),
+        (1, 128, 1, 16),
+        (16, 131_072, 1, 16),  # a split for each
+        (9, 131_072, 3, 8),  # large blocks would leave half of the multiprocessors idle
+    ],
 )
-def test_clusters(library: HostLibrary, batch: int, capacity: int, cluster: int) -> None:
+def test_clusters(library: HostLibrary, batch: int, capacity: int, cluster: int, warps: int) -> None:
     """Up to 8 splits are a cluster, without scratch or counters, where all clusters run at once."""
     plan = library.make_plan(call(batch=batch, capacity=capacity), *H200, CLUSTERS)
-    assert plan.cluster == cluster
+    assert (plan.cluster, plan.warps) == (cluster, warps)
     if cluster > 1:
         assert plan.splits == cluster
         assert plan.workspace_bytes == plan.counters == 0
-        few = [n if blocks != cluster else 0 for blocks, n in enumerate(CLUSTERS)]
-        other = library.make_plan(call(batch=batch, capacity=capacity), *H200, few)
-        assert (other.cluster, other.splits) == (1, cluster)
-        assert other.counters == batch * 8
+        other = library.make_plan(call(batch=batch, capacity=capacity), *H200)
+        assert other.cluster == 1
+        assert other.counters == (batch * 8 if other.splits > 1 else 0)
     # 16 query rows leave room for one block a multiprocessor.
     assert library.make_plan(call(batch=8, seq=4, capacity=1024), *H200, CLUSTERS).splits == 2
     assert library.make_plan(call(seq=64, capacity=1024), *H200, CLUSTERS).cluster == 1

@@ -25,6 +25,8 @@ MERGES: dict[str, dict[str, Any]] = {
     "one-split": {"multiprocessors": 1},
     "last-block": {"multiprocessors": 132, "clusters": False},
     "cluster": {"multiprocessors": 132, "window": 140},
+    "wide-last-block": {"multiprocessors": 132, "clusters": False, "capacity": 1100, "total": 700},
+    "wide-cluster": {"multiprocessors": 132, "capacity": 1100, "total": 700},
     "merge-kernel": {"multiprocessors": 132, "capacity": 4500, "total": 4500, "window": 140},
 }
 DECODE = [

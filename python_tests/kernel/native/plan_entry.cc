@@ -72,6 +72,7 @@ const Field kFields[] = {
     KVQ_FIELD(GqaPlan, path),
     KVQ_FIELD(GqaPlan, padded_head_size),
     KVQ_FIELD(GqaPlan, whole_rows),
+    KVQ_FIELD(GqaPlan, warps),
     KVQ_FIELD(GqaPlan, unit_rows),
     KVQ_FIELD(GqaPlan, units_per_head),
     KVQ_FIELD(GqaPlan, splits),
