@@ -203,7 +203,7 @@ def test_who_merges(library: HostLibrary) -> None:
         (1, 8192, 1, 16),
         (1, 128, 1, 16),
         (16, 131_072, 1, 16),  # a split for each
-        (9, 131_072, 3, 8),  # large blocks would leave half of the multiprocessors idle
+        (9, 131_072, 1, 8),  # large blocks would leave half of the multiprocessors idle
     ],
 )
 def test_clusters(library: HostLibrary, batch: int, capacity: int, cluster: int, warps: int) -> None:

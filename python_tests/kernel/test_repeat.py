@@ -176,7 +176,7 @@ def test_replay_from_5_to_262144(dtype: CacheDtype, device: Device) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "multiprocessors", "capacity", "kernels"),
-    [(8, 1, 8192, 1), (8, 132, 8192, 1), (8, 132, 1024, 1), (1, 132, 8192, 2)],
+    [(8, 1, 8192, 1), (8, 132, 8192, 1), (8, 132, 1024, 1), (1, 132, 16_384, 2)],
     ids=["one split", "merged in place", "merged in clusters", "merge kernel"],
 )
 def test_graph_has_kernels_only(heads: int, multiprocessors: int, capacity: int, kernels: int, device: Device) -> None:

@@ -99,6 +99,7 @@ __device__ __forceinline__ RowPart AddWarps(const DecodeShared<Shape>& shared, i
 // A warp's sums of eight rows into shared memory, those of `rows` rows in all.
 template <typename Warp, typename Shared>
 __device__ __forceinline__ void StoreSums(const Warp& warp, Shared& shared, int n, int rows) {
+  __syncwarp();                // all lanes are through with their tiles of V, which lay there
   const int row = 2 * warp.c;  // and the next one
   if (8 * n + row >= rows) return;
   auto& sums = shared.sums[threadIdx.x / 32];
