@@ -129,8 +129,8 @@ LONG = [
 WIDE = [
     KernelCase(
         id=f"decode-wide-clusters{clusters}-t{t}-{dtype}-d{d}-g{g}", dtype=dtype, totals=(t,),
-        capacity=max(t, 4096), total=max(t, 4096), heads=8, kv_heads=8 // g, head_size=d, multiprocessors=132, clusters=clusters,
-        window=w, sink=d == 64, rotary="half",
+        capacity=max(t, 4096), total=max(t, 4096), heads=8, kv_heads=8 // g, head_size=d, multiprocessors=132,
+        clusters=clusters, window=w, sink=d == 64, rotary="half",
     )
     for clusters in (True, False)
     for t, d, g, w in (

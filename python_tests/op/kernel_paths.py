@@ -26,7 +26,7 @@ _COLOR = re.compile("\x1b\\[[0-9;]*m")
 Fields = dict[str, str]
 
 _STEP = cuda_case("paths", totals=(21, 9), total=64)
-_LONG = replace(_STEP, capacity=4096, total=4096)
+_LONG = replace(_STEP, capacity=8192, total=8192)
 # What a plan depends on is the capacity; no token needs to be there.
 _ISSUE = replace(_STEP, heads=32, kv_heads=8, capacity=131072, total=131072)
 _PLAIN = replace(_STEP, dtype=None, totals=(21, 21), head_size=64)

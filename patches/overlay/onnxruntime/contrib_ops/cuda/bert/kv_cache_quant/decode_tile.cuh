@@ -88,8 +88,8 @@ struct DecodeTile {
     }
   }
 
-  // In a whole tile all rows are at constant distances, which costs no address arithmetic. Another one has rows that the
-  // block has just written, behind a barrier, and beyond the last token that one again, which is masked there.
+  // In a whole tile all rows are at constant distances, which costs no address arithmetic. Another one has rows that
+  // the block has just written, behind a barrier, and beyond the last token that one again, which is masked there.
   template <bool kWholeTile>
   __device__ __forceinline__ void LoadKeyRows(int tile) {
     // Quarter c of the row of token r: no registers are left to keep the address.
@@ -111,8 +111,8 @@ struct DecodeTile {
     if (k_per_token) LoadScales<kWholeTile>(p.k, tile, k_scale);
   }
 
-  // Codes of V in shared memory are two tiles, as each lane will take them: a vector of kValueBytes for each token, where a
-  // row is long enough two. A lane reads what it has copied itself.
+  // Codes of V in shared memory are two tiles, as each lane will take them: a vector of kValueBytes for each token,
+  // where a row is long enough two. A lane reads what it has copied itself.
   static_assert(Shape::kValueInShared || kTokenTiles == 1, "registers for 16 tokens");
   static constexpr int kValueBytes = 4 * Shape::kValueVector;
   static constexpr int kValueVectors = Shape::kValueWords / Shape::kValueVector;
@@ -170,7 +170,7 @@ struct DecodeTile {
     } else if constexpr (kWholeRows) {
       StartCopy<kValueBytes>(to, row + offset, true);
     } else {
-      constexpr int kPieceBytes = 4 * (Shape::kValueVector < Shape::kPieceWords ? Shape::kValueVector : Shape::kPieceWords);
+      constexpr int kPieceBytes = Shape::kValueVector < Shape::kPieceWords ? kValueBytes : 4 * Shape::kPieceWords;
 #pragma unroll
       for (int at = 0; at < kValueBytes; at += kPieceBytes) {
         StartCopy<kPieceBytes>(to + at, row + offset + at, offset + at < value_left);

@@ -60,7 +60,8 @@ bool RowsAlignedTo(const GqaParams& p, uintptr_t bytes) {
   return p.row_bytes % bytes == 0 && IsAligned(p.k.codes, bytes) && IsAligned(p.v.codes, bytes);
 }
 
-// Whether rows of Q, K, V and the output and rotary tables are 16-byte aligned, and eight elements at a multiple of 8 rotate alike.
+// Whether rows of Q, K, V and the output and rotary tables are 16-byte aligned, and eight elements at a multiple of 8
+// rotate alike.
 bool ActivationsInVectors(const GqaParams& p) {
   constexpr int kElements = 8;
   if (!IsAligned(p.query, 16) || !IsAligned(p.key, 16) || !IsAligned(p.value, 16)) return false;
@@ -161,7 +162,8 @@ bool MakePlan(const GqaParams& p, const DeviceLimits& device, GqaPlan* plan, std
   const int64_t resident = BlocksPerMultiprocessor(p.format, x, device);
   const int64_t slots = device.multiprocessors * resident;
   const int64_t tokens = p.is_prompt ? p.sequence_length : p.capacity;
-  const int64_t max_splits = p.is_prompt ? 1 : std::clamp<int64_t>(DivUp(tokens, MinSplitTokens(x.warps)), 1, kMaxSplits);
+  const int64_t least = MinSplitTokens(x.warps);
+  const int64_t max_splits = p.is_prompt ? 1 : std::clamp<int64_t>(DivUp(tokens, least), 1, kMaxSplits);
   x.splits = units == 0 ? 1 : ChooseSplits(units, slots, max_splits);
   if (x.path == GqaPath::kDecode && x.splits > 1) {
     // A second tile for every warp takes less than a merge through memory.
