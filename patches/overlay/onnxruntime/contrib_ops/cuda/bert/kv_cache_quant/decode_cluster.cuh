@@ -120,7 +120,8 @@ __device__ __forceinline__ void WaitForItems(uint64_t* barrier) {
 // This block's slice of the output: of parts that the first `parts` blocks have sent.
 template <typename Shape, int kItems>
 __device__ __forceinline__ void FinishSlice(const GqaParams& p, bool vectors, int64_t b, int kv_head, int blocks,
-                                            int rank, int parts, int rows, const ClusterInbox<kItems>& inbox, uint64_t* barrier) {
+                                            int rank, int parts, int rows, const ClusterInbox<kItems>& inbox,
+                                            uint64_t* barrier) {
   constexpr int kRowItems = Shape::kHeadSize / 4;
   const ClusterSlices slices(blocks, rank, rows * kRowItems);
   const int lane = static_cast<int>(threadIdx.x) % 32;
