@@ -38,7 +38,8 @@ struct DecodeShared {
   float4 sums[Shape::kWarps][8][kRowItems];
   static_assert(sizeof(sums[0]) >= 2 * DecodeTile<Shape>::kValueTileBytes, "two tiles of V");
   uint64_t inbox_barrier;
-  int32_t last;  // the entry's seqlens_k
+  int32_t guess;  // the entry's seqlens_k before the wait for the kernel before
+  int32_t last;   // and after it
   // What is needed again after the attention, which has no registers left for it.
   struct Place {
     uint32_t unit;
@@ -223,7 +224,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
                "l"(p.v.past_token_scale), "l"(p.counters), "r"(plan.path), "l"(plan.workspace_bytes));
   if (in_cluster && threadIdx.x == 0) OpenInbox(&shared.inbox_barrier);
   // The length may still be written by the kernel before. Work begins with it, and begins again where it was not right.
-  int32_t last = p.seqlens_k[b];
+  // One thread reads it, as the others might see something else.
+  if (threadIdx.x == 0) shared.guess = p.seqlens_k[b];
+  __syncthreads();
+  int32_t last = shared.guess;
   bool waited = false;
 #pragma unroll 1
   while (true) {
@@ -310,6 +314,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     __syncthreads();
     if (shared.last != last) {
       last = shared.last;
+      WaitForCopies();  // of a tile that is not wanted: its place is used again
       __syncthreads();
       continue;
     }

@@ -45,10 +45,12 @@ struct DecodeShape {
   // would spill registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
   static constexpr bool kValueInShared = true;
+  static constexpr int kMinBlocks =
+      kFormat == KvFormat::kFloat8E4M3FN ? 1 : DecodeBlocks(kFormat, kHeadSize, kWholeRows, kRows, kWarps);
 #else
   static constexpr bool kValueInShared = kFormat == KvFormat::kInt4 || kRowTiles > 1 || kHeadSize != 128;
-#endif
   static constexpr int kMinBlocks = DecodeBlocks(kFormat, kHeadSize, kWholeRows, kRows, kWarps);
+#endif
 
   // Byte offset in a row of word w of a lane's part: of quarter c for K, of eighth r for V.
   static __host__ __device__ constexpr int KeyOffset(int w, int c) {
