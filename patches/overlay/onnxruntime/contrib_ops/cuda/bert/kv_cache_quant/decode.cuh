@@ -188,7 +188,7 @@ struct DecodeWarp {
           for (int i = 0; i < 2; ++i) {
             float& s = scores[m][n][2 * i + e];
             s = fmaf(s, factor[n][e], -bias[n][e]);
-            s = p.softcap > 0.0f ? SoftcapLog2(s * scale[m][i], p.softcap) - reference
+            s = p.softcap > 0.0f ? SoftcapLog2(s * scale[m][i], p.softcap, __fdividef(2.0f, p.softcap)) - reference
                                  : fmaf(s, scale[m][i], -reference);
           }
         }

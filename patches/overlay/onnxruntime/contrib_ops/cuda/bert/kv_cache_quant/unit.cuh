@@ -62,10 +62,12 @@ __device__ __forceinline__ float SinkLog2(const GqaParams& p, int head) {
 }
 
 // Softcap of a score, from and to log2 units: c tanh(s / c) = c - 2c / (e^(2s / c) + 1), whose error is c * 2^-23.
-__device__ __forceinline__ float SoftcapLog2(float s, float softcap) {
+// factor: 2 / c.
+__device__ __forceinline__ float SoftcapLog2(float s, float softcap, float factor) {
   const float c = softcap * kLog2E;
-  return c - __fdividef(2.0f * c, Exp2(s * __fdividef(2.0f, softcap)) + 1.0f);
+  return c - __fdividef(2.0f * c, Exp2(s * factor) + 1.0f);
 }
+__device__ __forceinline__ float SoftcapLog2(float s, float softcap) { return SoftcapLog2(s, softcap, 2.0f / softcap); }
 
 // The factor that a V row's codes still need when the sum over tokens is done.
 __device__ __forceinline__ float StaticValueScale(const GqaParams& p, int kv_head, int d) {
