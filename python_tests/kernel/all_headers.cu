@@ -12,6 +12,7 @@
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode_launch.h"
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode_merge.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode_nan.cuh"
+#include "contrib_ops/cuda/bert/kv_cache_quant/decode_norm.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode_shape.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode_tile.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/dispatch.h"

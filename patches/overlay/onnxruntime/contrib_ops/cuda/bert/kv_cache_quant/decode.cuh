@@ -20,6 +20,7 @@
 #pragma once
 
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode_nan.cuh"
+#include "contrib_ops/cuda/bert/kv_cache_quant/decode_norm.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode_tile.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/mma.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/unit.cuh"
@@ -259,49 +260,11 @@ struct DecodeWarp {
     }
   }
 
-  // Raises v_norm where a V scale exceeds it by more than the slack, and divides the tile's scales by it. Scales that
-  // are not finite neither count nor change.
-  __device__ __forceinline__ void NormalizeValueScales(float (&scale)[kTokenTiles][2]) {
-    float top = 0.0f;
-#pragma unroll
-    for (int m = 0; m < kTokenTiles; ++m) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float size = fabsf(scale[m][i]);
-        if (size < INFINITY) top = fmaxf(top, size);
-      }
-    }
-    if (__any_sync(kAllLanes, top > v_norm * kScaleSlack)) {
-#pragma unroll
-      for (int mask = 4; mask < 32; mask *= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, mask));
-      const float raised = fmaxf(fmaxf(v_norm, top), kSmallestNorm);
-      const float shrink = v_norm * __fdividef(1.0f, raised);
-      v_norm = raised;
-      if (started) {
-#pragma unroll
-        for (int n = 0; n < kRowTiles; ++n) {
-#pragma unroll
-          for (int i = 0; i < Shape::kElementTiles; ++i) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j) out[n][i][j] *= shrink;
-          }
-        }
-      }
-    }
-    // Again each time: a register less through the loop. Without a scale above 0 so far there is nothing to divide.
-    const float inverse = v_norm == 0.0f ? 1.0f : __fdividef(1.0f, v_norm);
-#pragma unroll
-    for (int m = 0; m < kTokenTiles; ++m) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) scale[m][i] *= inverse;
-    }
-  }
-
   // Scores become weights: 2^score times the V scale. A masked token's weight is 0 whatever its scale is.
   __device__ __forceinline__ void Weigh(Tile& scores, bool masked) {
     float scale[kTokenTiles][2];
     kv.ReadScales(p.v, kv.v_scale, scale);
-    if (kv.v_per_token) NormalizeValueScales(scale);
+    if (kv.v_per_token) NormalizeValueScales(*this, scale);
 #pragma unroll
     for (int m = 0; m < kTokenTiles; ++m) {
 #pragma unroll
