@@ -143,13 +143,6 @@ class Call:
                 side.past_token_scale = side.token_scale
                 side.token_scale = self._put(f"{letter}_present_scale", scale)
 
-    def store_lengths_late(self, before: Array) -> None:
-        """seqlens_k has the values `before` until the kernel that is launched next may have begun."""
-        lengths = self.buffers["seqlens_k"].read()[0]
-        values = self._put("late_lengths", lengths)
-        self.device.upload(self.params.seqlens_k, np.ascontiguousarray(before, np.int32))
-        self.device.store_late(self.params.seqlens_k, values, lengths.size)
-
     def launch(self, kernel: Kernel = "gqa") -> None:
         """Enqueues one launcher."""
         self.device.launch(kernel, self.params, self.plan)

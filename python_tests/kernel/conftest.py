@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from python_tests.kernel import toolchain
 from python_tests.kernel.device import Device, missing, open_device
+from python_tests.kernel.params import HostLibrary
 
 
 def pytest_report_header() -> str:
@@ -31,3 +35,19 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
         print(f"{opened.path} was built from other sources than this checkout's")
     yield opened
     opened.check(opened.handle.kvq_last_error(), "left over at the end")
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> HostLibrary:
+    """plan.cc and the tests' entry, without a line of device code."""
+    nvcc = toolchain.find_nvcc()
+    headers = nvcc.resolve().parents[1] / "include" if nvcc else Path("/usr/local/cuda/include")
+    if not (headers / "vector_types.h").exists():
+        pytest.skip("needs the headers of a CUDA toolkit")
+    compiler = os.environ.get("CXX") or shutil.which("c++") or "c++"
+    target = tmp_path_factory.mktemp("plan") / "plan.so"
+    sources = [toolchain.NATIVE / "plan_entry.cc", toolchain.KERNELS / "plan.cc"]
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
+    include = [f"-I{toolchain.ROOT}", "-isystem", str(headers)]
+    subprocess.run([compiler, *flags, *include, *map(str, sources), "-o", str(target)], check=True)
+    return HostLibrary(target)

@@ -123,11 +123,6 @@ class Device(HostLibrary):
         function = getattr(self.handle, f"kvq_launch_{kernel}")
         self.check(function(ctypes.byref(params), ctypes.byref(plan), _PTR(self.stream)), f"launch of {kernel}")
 
-    def store_late(self, to: int, values: int, count: int) -> None:
-        """Enqueues a kernel that lets the next one begin and stores int32 values only then."""
-        error = self.handle.kvq_store_late(_PTR(to), _PTR(values), count, _PTR(self.stream))
-        self.check(error, "late store")
-
     @contextmanager
     def capture(self, into: Graph) -> Iterator[None]:
         """What is launched inside becomes the graph `into`, and is not run."""
@@ -168,6 +163,17 @@ class Device(HostLibrary):
         """Enqueues a kernel that reads the bytes once."""
         error = self.handle.kvq_read(_PTR(address), _SIZE(size), blocks, _PTR(total), _PTR(self.stream))
         self.check(error, "read")
+
+    def store_late(self, to: int, values: int, rows: int, count: int, cycles: int) -> None:
+        """Enqueues a kernel that lets the next one begin and stores a row of `count` int32 every so many cycles."""
+        late = ctypes.c_int64(cycles)
+        error = self.handle.kvq_store_late(_PTR(to), _PTR(values), rows, count, late, _PTR(self.stream))
+        self.check(error, "late store")
+
+    def read_twice(self, address: int, seen: int, blocks: int) -> None:
+        """Enqueues a kernel whose warps read an int32 before and after they wait for the kernel before."""
+        error = self.handle.kvq_read_twice(_PTR(address), _PTR(seen), blocks, _PTR(self.stream))
+        self.check(error, "read before and after the wait")
 
     def event(self) -> int:
         """An event that can be timed."""

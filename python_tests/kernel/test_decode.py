@@ -5,6 +5,8 @@ Each list goes along one dimension of the problem.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -126,21 +128,28 @@ LONG = [
     for t, w, mp in ((8191, -1, 0), (8192, 700, 0), (32769, -1, 0), (32769, -1, 1))
     for dtype in FORMATS
 ]  # fmt: skip
+# Blocks of 8 and 16 warps: (arguments, groups). Lengths around tiles of 16 and 32 tokens, a block's rounds of them, and
+# splits of 128 tokens and more; what is beyond the capacity does not fit.
+BLOCK_EDGES = (1, 15, 16, 17, 255, 256, 257, 511, 512, 513, 4095, 4096, 4097)
+BLOCKS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "cluster": ({"multiprocessors": 132, "capacity": 4096}, (1, 4, 7, 8)),
+    "last-block": ({"multiprocessors": 132, "capacity": 4097}, (1, 4, 7, 8)),
+    "one-split": ({"multiprocessors": 13, "capacity": 4096}, (4,)),
+    "last-block-narrow": ({"multiprocessors": 20, "capacity": 4097, "clusters": False}, (4,)),
+    "merge-kernel": ({"multiprocessors": 528, "capacity": 8200}, (4,)),
+}
 WIDE = [
     KernelCase(
-        id=f"decode-wide-clusters{clusters}-t{t}-{dtype}-d{d}-g{g}", dtype=dtype, totals=(t,),
-        capacity=max(t, 4096), total=max(t, 4096), heads=8, kv_heads=8 // g, head_size=d, multiprocessors=132,
-        clusters=clusters, window=w, sink=d == 64, rotary="half",
+        id=f"decode-{name}-g{g}-d{d}-{dtype}-window{w}", dtype=dtype, heads=g, kv_heads=1, head_size=d,
+        totals=BLOCK_EDGES, total=arguments["capacity"], window=w, sink=w > 0, smooth=w > 0, rotary="half", **arguments,
     )
-    for clusters in (True, False)
-    for t, d, g, w in (
-        (1, 128, 4, -1), (15, 64, 8, -1), (16, 128, 8, -1), (17, 128, 1, -1), (255, 128, 4, -1), (256, 64, 4, -1),
-        (257, 128, 2, -1), (511, 128, 4, 300), (512, 128, 8, -1), (513, 64, 2, 20), (2047, 128, 4, -1),
-        (4095, 128, 4, -1), (4096, 128, 8, -1), (4097, 128, 4, -1), (4100, 64, 8, 700),
-    )
+    for name, (arguments, groups) in BLOCKS.items()
+    for g in groups
+    for d in (64, 128)
     for dtype in FORMATS
+    for w in (-1, 300)
 ]  # fmt: skip
-CASES = WIDE + LENGTHS + SPLITS + GROUPS + SIZES + WINDOWS + SCALES + FEATURES + ONE_SPLIT + RAGGED + CAPACITY + LONG
+CASES = LENGTHS + SPLITS + GROUPS + SIZES + WINDOWS + SCALES + FEATURES + ONE_SPLIT + RAGGED + CAPACITY + LONG + WIDE
 
 
 @pytest.mark.parametrize("case", params(CASES))
@@ -150,19 +159,20 @@ def test_decode(case: KernelCase, device: Device) -> None:
 
 
 def test_lists_reach_one_few_and_all_splits(device: Device) -> None:
-    """One split, which writes the output itself, some, and as many as the capacity has; each way to merge few."""
-    seen, clustered, counted = set(), 0, 0
-    for case in [*SPLITS, *ONE_SPLIT, *GROUPS]:
-        if case.dtype is CacheDtype.INT8:
+    """One split, which writes the output itself, some, and as many as the capacity has; each way to merge them."""
+    splits, ways = set(), set()
+    for case in [*SPLITS, *ONE_SPLIT, *GROUPS, *WIDE]:
+        if case.dtype is CacheDtype.INT8 and case.window < 0:
             with Call(device, case, make_inputs(case), make_past(case)) as call:
-                seen.add(call.plan.splits)
-                clustered += call.plan.cluster > 1
-                counted += call.plan.counters > 0
-    assert 1 in seen
-    assert len(seen) >= 4
-    assert max(seen) >= 700 // 128
-    assert counted
-    assert clustered or not any(device.clusters)
+                splits.add(call.plan.splits)
+                ways.add((call.plan.merge, call.plan.warps))
+    assert 1 in splits
+    assert len(splits) >= 4
+    assert max(splits) > 32
+    wanted = {("one-split", 8), ("one-split", 16), ("last-block", 8), ("last-block", 16), ("merge-kernel", 16)}
+    if any(device.clusters):
+        wanted |= {("cluster", 8), ("cluster", 16)}
+    assert wanted <= ways
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 from itertools import product
-from pathlib import Path
 
 import pytest
 
-from python_tests.kernel import toolchain
 from python_tests.kernel.params import (
     DECODE,
     FORMATS,
@@ -30,22 +25,6 @@ H200 = (132, 90)
 CLUSTERS = (0, 0, 66, 39, 30, 20, 17, 15, 15)
 DEVICES = (H200, (1, 75), (16, 75), (40, 86), (68, 80), (108, 80), (128, 89), (148, 100), (170, 120))
 MEGABYTE = 10**6
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> HostLibrary:
-    """plan.cc and the tests' entry, without a line of device code."""
-    nvcc = toolchain.find_nvcc()
-    headers = nvcc.resolve().parents[1] / "include" if nvcc else Path("/usr/local/cuda/include")
-    if not (headers / "vector_types.h").exists():
-        pytest.skip("needs the headers of a CUDA toolkit")
-    compiler = os.environ.get("CXX") or shutil.which("c++") or "c++"
-    target = tmp_path_factory.mktemp("plan") / "plan.so"
-    sources = [toolchain.NATIVE / "plan_entry.cc", toolchain.KERNELS / "plan.cc"]
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
-    include = [f"-I{toolchain.ROOT}", "-isystem", str(headers)]
-    subprocess.run([compiler, *flags, *include, *map(str, sources), "-o", str(target)], check=True)
-    return HostLibrary(target)
 
 
 def call(
@@ -166,58 +145,104 @@ def test_splits_fill_the_device(library: HostLibrary, device: tuple[int, int]) -
         p = call(batch=batch, kv_heads=kv_heads, group=group)
         plan = library.make_plan(p, *device)
         assert 10 * blocks(p, plan) >= 8 * multiprocessors
-        # 16 rows or warps: one block a multiprocessor.
+        # 16 rows, 16 warps: one block a multiprocessor.
         assert blocks(p, plan) >= multiprocessors or group > 8 or plan.warps == 16
-        assert 1 <= plan.splits <= 2048
-        for capacity in (0, 1, 63, 64, 65, 1000):
+        assert 1 <= plan.splits <= 512
+        for capacity in (0, 1, 63, 64, 65, 127, 128, 129, 256, 257, 1000, 4096):
             p.capacity = capacity
-            assert 1 <= library.make_plan(p, *device).splits <= max(1, -(-capacity // 128))
+            plan = library.make_plan(p, *device, CLUSTERS)
+            assert 1 <= plan.splits <= max(1, -(-capacity // (256 if plan.warps == 16 else 128)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_warps(library: HostLibrary, device: tuple[int, int]) -> None:
+    """16 where cache rows are whole, of up to 128 elements, and query rows up to 8; else 8, or 4 at 256 elements."""
+    for clusters, head_size, seq, group in product(((), CLUSTERS), range(8, 257, 8), (1, 2), (1, 4, 8, 16)):
+        p = call(head_size=head_size, seq=seq, group=group)
+        plan = library.make_plan(p, *device, clusters)
+        few = 4 if head_size > 128 else 8
+        if plan.path == PREFILL:
+            assert plan.warps == 0
+        elif head_size in (64, 128) and seq * group <= 8 and device[0] >= 8:
+            assert plan.warps == 16
+        else:
+            assert plan.warps == few
+        p.k.codes += 8
+        assert library.make_plan(p, *device, clusters).warps in (0, few)
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "units", "warps"),
+    [(132, 1, 16), (132, 132, 16), (132, 133, 8), (1, 1, 16), (1, 2, 8), (3, 2, 8), (4, 2, 16), (132, 70, 8)],
+)
+def test_wide_blocks_leave_no_multiprocessor_idle(
+    library: HostLibrary, multiprocessors: int, units: int, warps: int
+) -> None:
+    """As many multiprocessors get work as with two narrow blocks each, but for a tenth; else blocks are narrow."""
+    for dtype, head_size in product(CacheDtype, (64, 128)):
+        p = call(dtype, kv_heads=1, batch=units, head_size=head_size)
+        assert library.make_plan(p, multiprocessors, 90).warps == warps
+    assert library.make_plan(call(batch=0), multiprocessors, 90).warps == 8
 
 
 def test_who_merges(library: HostLibrary) -> None:
     """Without clusters: the decode kernel up to 32 splits, with a counter for every unit; else the merge kernel."""
-    for kv_heads, batch, capacity, counters in (
-        (8, 1, 131_072, 8),
-        (8, 8, 131_072, 64),
-        (1, 1, 131_072, 0),
-        (1, 1, 4096, 1),
+    for kv_heads, batch, capacity, merge in (
+        (8, 1, 131_072, "last-block"),
+        (8, 8, 131_072, "last-block"),
+        (8, 16, 131_072, "one-split"),
+        (1, 1, 131_072, "merge-kernel"),
+        (1, 1, 8193, "merge-kernel"),
+        (1, 1, 8192, "last-block"),
+        (1, 1, 257, "last-block"),
+        (1, 1, 256, "one-split"),
     ):
         plan = library.make_plan(call(kv_heads=kv_heads, batch=batch, capacity=capacity), *H200)
-        assert plan.splits > 1
-        assert plan.counters == counters
+        assert plan.merge == merge
+        assert plan.warps == 16
+        assert plan.counters == (kv_heads * batch if merge == "last-block" else 0)
         assert plan.cluster == 1
-        assert (plan.splits <= 32) == (counters > 0)
-    assert library.make_plan(call(capacity=128), *H200).counters == 0
+        assert (plan.splits <= 32) == (merge != "merge-kernel")
+        assert (plan.workspace_bytes > 0) == (plan.splits > 1)
     assert library.make_plan(call(seq=64), *H200).counters == 0
 
 
 @pytest.mark.parametrize(
-    ("batch", "capacity", "cluster", "warps"),
+    ("batch", "capacity", "warps", "splits", "cluster"),
     [
-        (1, 1024, 8, 8),  # a cluster of small blocks
-        (1, 896, 7, 8),
-        (1, 1025, 5, 16),  # of large ones
-        (1, 2048, 8, 16),
-        (1, 4096, 8, 16),  # two tiles a warp
-        (1, 4097, 1, 16),
-        (1, 8192, 1, 16),
-        (1, 128, 1, 16),
-        (16, 131_072, 1, 16),  # a split for each
-        (9, 131_072, 1, 8),  # large blocks would leave half of the multiprocessors idle
+        (1, 128, 16, 1, 1), (1, 129, 8, 2, 2), (1, 896, 8, 7, 7), (1, 1024, 8, 8, 8),
+        (1, 1025, 16, 5, 5), (1, 2048, 16, 8, 8), (1, 2049, 16, 8, 8), (1, 4096, 16, 8, 8),
+        (1, 4097, 16, 16, 1), (1, 8192, 16, 16, 1), (1, 131_072, 16, 16, 1),
+        (2, 1024, 8, 8, 8), (2, 4096, 16, 8, 1), (8, 131_072, 16, 2, 2), (16, 1024, 16, 1, 1), (16, 131_072, 16, 1, 1),
     ],
-)
-def test_clusters(library: HostLibrary, batch: int, capacity: int, cluster: int, warps: int) -> None:
-    """Up to 8 splits are a cluster, without scratch or counters, where all clusters run at once."""
-    plan = library.make_plan(call(batch=batch, capacity=capacity), *H200, CLUSTERS)
-    assert (plan.cluster, plan.warps) == (cluster, warps)
+)  # fmt: skip
+def test_clusters(library: HostLibrary, batch: int, capacity: int, warps: int, splits: int, cluster: int) -> None:
+    """Up to 8 splits are a cluster, without scratch or counters, where all clusters run at once.
+
+    Narrow blocks where their splits fit into one cluster; else wide ones, two tiles a warp before it is more than one.
+    """
+    p = call(batch=batch, capacity=capacity)
+    plan = library.make_plan(p, *H200, CLUSTERS)
+    assert (plan.warps, plan.splits, plan.cluster) == (warps, splits, cluster)
+    assert plan.cluster in (1, plan.splits)
     if cluster > 1:
-        assert plan.splits == cluster
         assert plan.workspace_bytes == plan.counters == 0
-        other = library.make_plan(call(batch=batch, capacity=capacity), *H200)
-        assert other.cluster == 1
-        assert other.counters == (batch * 8 if other.splits > 1 else 0)
+        few = [n if blocks != cluster else 0 for blocks, n in enumerate(CLUSTERS)]
+        assert library.make_plan(p, *H200, few).cluster != cluster
+    alone = library.make_plan(p, *H200)
+    assert (alone.warps, alone.cluster) == (16, 1)
+    assert alone.counters == (batch * 8 if alone.splits > 1 else 0)
+
+
+def test_clusters_of_other_shapes(library: HostLibrary) -> None:
+    """Narrow blocks where there are no wide ones: up to 8 splits, and up to twice as many tokens in 8."""
+    for head_size, capacity, splits in ((72, 1025, 8), (72, 2048, 8), (72, 2049, 17), (256, 2048, 8), (256, 2049, 17)):
+        plan = library.make_plan(call(head_size=head_size, capacity=capacity), *H200, CLUSTERS)
+        assert plan.warps == (8 if head_size == 72 else 4)
+        assert (plan.splits, plan.cluster) == (splits, splits if splits <= 8 else 1)
     # 16 query rows leave room for one block a multiprocessor.
-    assert library.make_plan(call(batch=8, seq=4, capacity=1024), *H200, CLUSTERS).splits == 2
+    plan = library.make_plan(call(batch=8, seq=4, capacity=1024), *H200, CLUSTERS)
+    assert (plan.warps, plan.splits, plan.cluster) == (8, 2, 2)
     assert library.make_plan(call(seq=64, capacity=1024), *H200, CLUSTERS).cluster == 1
 
 

@@ -176,8 +176,8 @@ def test_replay_from_5_to_262144(dtype: CacheDtype, device: Device) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "multiprocessors", "capacity", "kernels"),
-    [(8, 1, 8192, 1), (8, 132, 8192, 1), (8, 132, 1024, 1), (1, 132, 16_384, 2)],
-    ids=["one split", "merged in place", "merged in clusters", "merge kernel"],
+    [(8, 1, 8192, 1), (8, 132, 8192, 1), (8, 132, 1024, 1), (8, 132, 2048, 1), (1, 132, 8200, 2)],
+    ids=["one split", "merged in place", "merged in clusters", "in wide clusters", "merge kernel"],
 )
 def test_graph_has_kernels_only(heads: int, multiprocessors: int, capacity: int, kernels: int, device: Device) -> None:
     """A step is one kernel, with many splits two, and with separate buffers a copy more; no memsets, no host nodes."""

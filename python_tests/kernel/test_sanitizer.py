@@ -2,7 +2,8 @@
 
 KV_QUANT_EXACT_ALLOCATIONS=1 compute-sanitizer --tool memcheck python -m pytest python_tests/kernel -m sanitizer
 
-With exact allocations each array ends where its memory ends, so that an over-read shows as well.
+With exact allocations each array ends where its memory ends, so that an over-read shows as well. test_late_lengths.py
+has more of them, in which decode begins again.
 """
 
 from __future__ import annotations
@@ -20,24 +21,31 @@ from python_tests.reference.format import CacheDtype, Granularity
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitizer]
 
 # Padded heads of each size with and without padding, 8 and 16 decode rows. One split; few, which the last block merges,
-# or a cluster; and many, for the merge kernel.
+# or a cluster; and many, for the merge kernel. Two parts at least have tokens where there is something to merge.
 MERGES: dict[str, dict[str, Any]] = {
     "one-split": {"multiprocessors": 1},
     "last-block": {"multiprocessors": 132, "clusters": False},
     "cluster": {"multiprocessors": 132, "window": 140},
-    "wide-last-block": {"multiprocessors": 132, "clusters": False, "capacity": 1100, "total": 700},
-    "wide-cluster": {"multiprocessors": 132, "capacity": 1100, "total": 700},
-    "merge-kernel": {"multiprocessors": 132, "capacity": 4500, "total": 4500, "window": 140},
+    "merge-kernel": {"multiprocessors": 132, "capacity": 8300, "total": 8300, "totals": (300, 9), "window": 266},
 }
+# Where blocks may be wide, those that are not above, and narrow ones. Many splits are always wide there.
+OTHER_WARPS: dict[str, dict[str, Any]] = {
+    "one-split-wide": {"multiprocessors": 2, "clusters": False},
+    "last-block-narrow": {"multiprocessors": 3, "clusters": False},
+    "cluster-wide": {
+        "multiprocessors": 132, "capacity": 1300, "total": 1300, "totals": (300, 9), "window": 266
+    },
+}  # fmt: skip
+SMALL: dict[str, Any] = {"capacity": 300, "total": 300, "totals": (270, 9)}
 DECODE = [
     KernelCase(
-        id=f"sanitizer-decode-{dtype}-d{d}-s{s}-{name}", dtype=dtype, head_size=d, seq=s, totals=(270, 9), heads=4,
-        kv_heads=1, rotary="half", **{"capacity": 300, "total": 300} | merge,
+        id=f"sanitizer-decode-{dtype}-d{d}-s{s}-{name}", dtype=dtype, head_size=d, seq=s, heads=4, kv_heads=1,
+        rotary="half", **SMALL | merge,
     )
     for dtype in FORMATS
     for d in (24, 64, 72, 128, 136, 256)
     for s in (1, 4)
-    for name, merge in MERGES.items()
+    for name, merge in (MERGES | (OTHER_WARPS if d in (64, 128) and s == 1 else {})).items()
 ]  # fmt: skip
 PREFILL = [
     KernelCase(

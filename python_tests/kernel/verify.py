@@ -8,7 +8,6 @@ from python_tests.kernel.device import Device, Kernel
 from python_tests.kernel.params import DECODE, PREFILL, PROMPT, GqaPlan
 from python_tests.kernel.yardstick import check_cache, check_output, check_prompt_key, expected_of
 from python_tests.op.gqa_case import make_inputs, make_past, poisoned_cache
-from python_tests.reference.format import Array
 from python_tests.reference.step import Cache, Expected, Inputs
 
 # The part of the output bound that each verified case used; the test report ends with the largest.
@@ -24,11 +23,8 @@ def verify(
     past: Cache | None = None,
     misalign: int = 0,
     activation_misalign: int = 0,
-    lengths_before: Array | None = None,
 ) -> tuple[Outcome, Expected, GqaPlan]:
     """Run a case, with its own tensors or given ones. kernels: the launchers to call; output is judged after "gqa".
-
-    lengths_before: what seqlens_k holds until the first kernel may have begun.
 
     The kernels run before the reference: memory that is used again cannot hold the right answer.
     """
@@ -38,8 +34,6 @@ def verify(
     present = None if case.in_place else poisoned_cache(case, case.present_capacity)
     places = {"misalign": misalign, "activation_misalign": activation_misalign}
     with Call(device, case, inputs, past, present, **places) as call:
-        if lengths_before is not None:
-            call.store_lengths_late(lengths_before)
         for kernel in kernels:
             call.launch(kernel)
         outcome, plan = call.outcome(), call.plan

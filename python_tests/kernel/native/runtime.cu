@@ -12,18 +12,6 @@
 
 namespace kvq = onnxruntime::contrib::kv_cache_quant;
 
-namespace {
-
-__global__ void StoreLateKernel(int32_t* to, const int32_t* values, int count) {
-  kvq::AllowNextKernel();
-  const long long begin = clock64();
-  while (clock64() - begin < 40000) {
-  }
-  for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = values[i];
-}
-
-}  // namespace
-
 extern "C" {
 
 const char* kvq_error_text(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
@@ -106,12 +94,6 @@ int kvq_capture_end(cudaStream_t stream, cudaGraphExec_t* executable, int* kerne
 }
 int kvq_graph_launch(cudaGraphExec_t executable, cudaStream_t stream) { return cudaGraphLaunch(executable, stream); }
 int kvq_graph_destroy(cudaGraphExec_t executable) { return cudaGraphExecDestroy(executable); }
-
-// Stores `count` lengths some 20 microseconds after the kernel that is launched next, if it overlaps this one, can begin.
-int kvq_store_late(int32_t* to, const int32_t* values, int count, cudaStream_t stream) {
-  StoreLateKernel<<<1, 32, 0, stream>>>(to, values, count);
-  return cudaGetLastError();
-}
 
 int kvq_find_device_code() { return kvq::FindDeviceCode(); }
 // clusters: (kMaxCluster + 1).
