@@ -71,25 +71,52 @@ __device__ __forceinline__ void Prefetch(const LaneSource& from) {
   prefetch(from.sin);
 }
 
-// Row `row` of the s * G + g rows of (b, kv_head), of which there are `rows`; zeros from there on. After rotary, times
-// K's PER_CHANNEL scale, times a power of two that brings the largest element to [0.5, 1). words: from FindQuery's.
+// Rows first, first + step, ... of the s * G + g rows of (b, kv_head), of which there are `rows`, after rotary; zeros
+// from there on. from: FindQuery's of the first one.
+template <int kRows, int kElements>
+__device__ __forceinline__ void LoadQueryRows(const GqaParams& p, int64_t b, int kv_head, int first, int step, int rows,
+                                              int64_t past, int lane, bool vectors, const LaneSource& from,
+                                              float (&x)[kRows][kElements]) {
+  const int d = lane * kElements;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int j = 0; j < kElements; ++j) x[i][j] = 0.0f;
+  }
+  if (first >= rows) return;
+  if (vectors) {
+    LaneWords<kElements> words[kRows] = {};
+    LoadLaneWords(p, from, words[0]);
+#pragma unroll
+    for (int i = 1; i < kRows; ++i) {
+      LoadLaneWords(p, FindQuery(p, b, kv_head, first + i * step, rows, past, d, true), words[i]);
+    }
+    // All of them, be they zeros: a load that some way through the code does not wait for is waited for together with
+    // the cache, by the next one to use its register.
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) UnpackRotated(p, words[i], d, true, x[i]);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int row = first + i * step;
+    if (row >= rows) continue;
+    const QueryRowPlace place(p, b, kv_head, row);
+    LoadLaneRow(p, p.query, place.offset, past + place.s, lane, true, false, x[i]);
+  }
+}
+
+// x, a row of LoadQueryRows, times K's PER_CHANNEL scale, times a power of two that brings the largest element to
+// [0.5, 1), as operands.
 template <typename Shape>
-__device__ __forceinline__ void LayOutQueryRow(const GqaParams& p, int64_t b, int kv_head, int row, int rows,
-                                               int64_t past, int lane, bool vectors,
-                                               const LaneWords<Shape::kHeadSize / 32>& words,
+__device__ __forceinline__ void LayOutQueryRow(const GqaParams& p, int kv_head, int row, int rows, int lane,
+                                               float (&x)[Shape::kHeadSize / 32],
                                                QueryRows<Shape::kRowTiles, Shape::kHeadSize>& query) {
   using FormatCodec = Codec<Shape::kFormat>;
   constexpr int kElements = Shape::kHeadSize / 32;  // of a lane
-  float x[kElements] = {};
   float factor = 0.0f;
   float amax = 0.0f;
   if (row < rows) {
-    const QueryRowPlace place(p, b, kv_head, row);
-    if (vectors) {
-      UnpackRotated(p, words, lane * kElements, true, x);
-    } else {
-      LoadLaneRow(p, p.query, place.offset, past + place.s, lane, true, false, x);
-    }
     factor = p.scale * kLog2E;
     if (p.k.mode == KvScaleMode::kPerTensor) factor *= p.k.static_scale[0];
     if (p.k.mode == KvScaleMode::kPerChannel) {
@@ -148,13 +175,15 @@ struct NewRowPlace {
   }
 };
 
-// Its codes and scale into the cache. words: from what Find gave.
+// Its codes and scale, into the cache where `write` says so. from: what Find gave.
 template <KvFormat kFormat, int kElements>
-__device__ __forceinline__ void AppendNewRow(const GqaParams& p, int kv_head, const NewRowPlace& place, int lane,
-                                             bool vectors, const LaneWords<kElements>& words) {
+__device__ __forceinline__ void AppendNewRow(const GqaParams& p, int kv_head, const NewRowPlace& place,
+                                             const LaneSource& from, int lane, bool vectors, bool write) {
   const KvSide& to = place.is_value ? p.v : p.k;
   float x[kElements];
   if (vectors) {
+    LaneWords<kElements> words = {};
+    LoadLaneWords(p, from, words);
     UnpackRotated(p, words, lane * kElements, !place.is_value, x);
   } else {
     LoadLaneRow(p, place.is_value ? p.value : p.key, place.offset, place.position, lane, !place.is_value, false, x);
@@ -162,13 +191,13 @@ __device__ __forceinline__ void AppendNewRow(const GqaParams& p, int kv_head, co
   int32_t code[kElements] = {};
   if (to.mode == KvScaleMode::kPerToken) {
     const float scale = EncodeTokenRow<kFormat>(to, x, code);
-    if (lane == 0) StoreTokenScale(to, place.cache_row, scale);
+    if (write && lane == 0) StoreTokenScale(to, place.cache_row, scale);
   } else {
     float scale[kElements] = {};
     LoadStaticScales(p, to, kv_head, lane, scale);
     EncodeStaticRow<kFormat>(scale, x, code);
   }
-  if (lane * kElements < p.head_size) StoreCodes<kFormat>(to.codes + place.cache_row * p.row_bytes, lane, code);
+  if (write && lane * kElements < p.head_size) StoreCodes<kFormat>(to.codes + place.cache_row * p.row_bytes, lane, code);
 }
 
 }  // namespace kv_cache_quant

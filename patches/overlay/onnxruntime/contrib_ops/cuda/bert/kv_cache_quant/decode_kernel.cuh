@@ -34,12 +34,13 @@ struct DecodeShared {
   alignas(16) float maximum[Shape::kRows][Shape::kWarps];  // of each warp
   alignas(16) float denominator[Shape::kRows][Shape::kWarps];
   alignas(16) float norm[Shape::kWarps];
-  // The warps' tiles of V, then their sums of 8 rows, in SumPlace, then what the merge needs.
+  // The warps' tiles of V, then their sums of 8 rows, in SumPlace.
   float4 sums[Shape::kWarps][8][kRowItems];
   static_assert(sizeof(sums[0]) >= 2 * DecodeTile<Shape>::kValueTileBytes, "two tiles of V");
   uint64_t inbox_barrier;
-  int32_t guess;  // the entry's seqlens_k before the wait for the kernel before
-  int32_t last;   // and after it
+  int32_t guess;     // the entry's seqlens_k before the wait for the kernel before
+  int32_t last;      // and after it
+  bool begins_last;  // the block merges the unit's splits
   // What is needed again after the attention, which has no registers left for it.
   struct Place {
     uint32_t unit;
@@ -163,13 +164,8 @@ __device__ __forceinline__ void WriteRows(const GqaParams& p, const GqaPlan& pla
                  from + (place & ((1 << slices.bits) - 1)), part);
       });
     } else if (result == DecodeResult::kPartial) {
-      const int64_t partial = PartialRow(plan, at.unit, at.split, 0);
-      auto* const sums = reinterpret_cast<float4*>(p.partial_out) + partial * kRowItems;
-      float2* const stats = p.partial_stats + partial;
-      for_each(n, [&](int row, int item, const RowPart& part) {
-        sums[row * kRowItems + item] = part.sum;
-        if (item == 0) stats[row] = make_float2(part.maximum, part.denominator);
-      });
+      const UnitParts<Shape::kHeadSize> parts(p, plan, at.unit);
+      for_each(n, [&](int row, int item, const RowPart& part) { parts.Write(at.split, row, item, part); });
     } else {
       for_each(n, [&](int row, int item, const RowPart& part) {
         WriteRowPart(p, plan.activation_vectors, at.b, at.kv_head, row, 4 * item, part);
@@ -207,6 +203,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
   using Warp = DecodeWarp<Shape>;
   using Shared = DecodeShared<Shape>;
   constexpr int kElements = Shape::kHeadSize / 32;  // of a row, in a lane
+  constexpr int kWarpRows = Shape::kRows > Shape::kWarps ? Shape::kRows / Shape::kWarps : 1;
   extern __shared__ __align__(16) uint8_t decode_shared[];
   Shared& shared = *reinterpret_cast<Shared*>(decode_shared);
 
@@ -280,34 +277,36 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       WaitForPreviousKernel();
       waited = true;
     }
-    const int32_t actual = threadIdx.x == 0 || job < 2 * (count - old) ? __ldcg(p.seqlens_k + b) : 0;
-    LaneWords<kElements> words = {};
-    LoadLaneWords(p, from, words);
-    if (job < 2 * (count - old)) {
-      // Nothing may be written to the cache for a length that is wrong.
-      const bool right = actual == last;
-#pragma unroll 1
-      while (right) {
-        AppendNewRow<Shape::kFormat>(p, kv_head, new_row, lane, plan.activation_vectors, words);
-        job += Shape::kWarps;
-        if (job >= 2 * (count - old)) break;
-        new_row = NewRowPlace(p, b, kv_head, sequence.past, range.begin + old, job);
-        LoadLaneWords(p, new_row.Find(p, lane * kElements, plan.activation_vectors), words);
-      }
-      LoadLaneWords(p, find_query(warp_index), words);
-    }
-#pragma unroll 1
-    for (int row = warp_index; row < Shape::kRows; row += Shape::kWarps) {
-      LayOutQueryRow<Shape>(p, b, kv_head, row, rows, sequence.past, lane, plan.activation_vectors, words,
-                            shared.query);
-      if (Shape::kRows > Shape::kWarps) LoadLaneWords(p, find_query(row + Shape::kWarps), words);
-    }
-    if (threadIdx.x == 0) {
-      shared.last = actual;
+    const bool has_new = job < 2 * (count - old);
+    if (threadIdx.x == Shape::kThreads / 2) {  // its warp has the least to do
       const bool finished = plan.splits == 1 || ((merges || in_cluster) && range.parts == 1);
       shared.place = {unit, b, kv_head, split, range.parts,
                       finished ? DecodeResult::kOutput : in_cluster ? DecodeResult::kCluster
                                                                     : DecodeResult::kPartial};
+      shared.last = __ldcg(p.seqlens_k + b);
+    }
+    if (has_new) {
+      // Nothing may be written to the cache for a length that is wrong.
+      const bool right = __ldcg(p.seqlens_k + b) == last;
+#pragma unroll 1
+      while (true) {
+        AppendNewRow<Shape::kFormat, kElements>(p, kv_head, new_row, from, lane, plan.activation_vectors, right);
+        job += Shape::kWarps;
+        if (!right || job >= 2 * (count - old)) break;
+        new_row = NewRowPlace(p, b, kv_head, sequence.past, range.begin + old, job);
+        from = new_row.Find(p, lane * kElements, plan.activation_vectors);
+      }
+      from = find_query(warp_index);
+    }
+    float query_rows[kWarpRows][kElements];
+    LoadQueryRows(p, b, kv_head, warp_index, Shape::kWarps, rows, sequence.past, lane, plan.activation_vectors, from,
+                  query_rows);
+    const bool merged = merges && range.parts > 1;
+    if (merged) UnitParts<Shape::kHeadSize>(p, plan, unit).Clear(split, rows);
+#pragma unroll
+    for (int i = 0; i < kWarpRows; ++i) {
+      const int row = warp_index + i * Shape::kWarps;
+      if (row < Shape::kRows) LayOutQueryRow<Shape>(p, kv_head, row, rows, lane, query_rows[i], shared.query);
     }
     // Later than what comes before: a warp that waits for one of its loads waits for all that are under way.
     warp.template Begin<true>(tile);
@@ -319,6 +318,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       continue;
     }
     warp.template Begin<false>(tile);
+    // While the warp waits for its first tile.
+    if (merged && threadIdx.x == Shape::kThreads / 2) shared.begins_last = BeginsLast(p.counters + unit, range.parts);
     warp.SetRows(shared.query.factor, shared.query.sum, sequence.past - range.begin);
     warp.Run(tile);
     AllowNextKernel();
@@ -334,12 +335,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
                        shared.inbox, &shared.inbox_barrier);
     return;
   }
-  if (!merges) return;
-  using Merge = PartMerge<Shape::kHeadSize, Shape::kThreads>;
-  static_assert(sizeof(typename Merge::Shared) <= sizeof(shared.sums), "it takes the place of the warps' sums");
-  const Merge merge(p, plan, at.unit, rows);
-  if (!IsLastOfUnit(p.counters + at.unit, at.parts)) return;
-  merge.Run(p, at.b, at.kv_head, at.parts, rows, *reinterpret_cast<typename Merge::Shared*>(shared.sums));
+  if (!merges || !shared.begins_last) return;
+  MergeParts<Shape::kHeadSize, Shape::kThreads>(p, plan.activation_vectors,
+                                                UnitParts<Shape::kHeadSize>(p, plan, at.unit), at.b, at.kv_head,
+                                                at.parts, rows);
 }
 
 // One block for every split of every unit.

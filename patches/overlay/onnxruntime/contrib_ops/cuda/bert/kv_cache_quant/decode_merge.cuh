@@ -1,6 +1,11 @@
 // Copyright (c) the kv-quant patch set authors. Licensed under the MIT License.
 //
-// The merge of a unit's splits by the block that ends last, in place of a launch: merge.cu says what is computed.
+// The merge of a unit's splits by one of its blocks, in place of a launch: merge.cu says what is computed.
+//
+// A block clears its part of the scratch, says that it has begun, and writes the part when it is through. The one that
+// begins last merges: all the others run by then, so it waits for them without holding any of them up. What it waits
+// for is the parts themselves, each word of which is kNotWritten until it is there: no fence and no count lie between
+// the last part and its reader.
 
 #pragma once
 
@@ -10,128 +15,158 @@ namespace onnxruntime {
 namespace contrib {
 namespace kv_cache_quant {
 
-// Whether this block is the last of the unit's `parts` blocks to get here; what the others wrote before is then
-// visible. The counter is zero again afterwards. All threads take part; it is a barrier.
-__device__ __forceinline__ bool IsLastOfUnit(uint32_t* counter, int parts) {
-  __shared__ bool last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    uint32_t before;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;\n" : "=r"(before) : "l"(counter) : "memory");
-    last = before + 1 == static_cast<uint32_t>(parts);
-    if (last) *counter = 0;
-  }
-  __syncthreads();
-  return last;
+constexpr uint32_t kNotWritten = 0xFFFFFFFFu;  // a NaN that no arithmetic makes
+
+namespace merge_internal {
+
+// Words that others read before the kernel ends.
+__device__ __forceinline__ void Store(float4* to, uint4 x) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};\n" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
+__device__ __forceinline__ void Store(float2* to, uint2 x) {
+  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1,%2};\n" ::"l"(to), "r"(x.x), "r"(x.y) : "memory");
+}
+__device__ __forceinline__ uint4 Load(const float4* from) {
+  uint4 x;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];\n"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from)
+               : "memory");
+  return x;
+}
+__device__ __forceinline__ uint2 Load(const float2* from) {
+  uint2 x;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];\n" : "=r"(x.x), "=r"(x.y) : "l"(from) : "memory");
+  return x;
 }
 
-// A warp merges 128 elements of a row (64 at D 64, its halves different parts), or a share of their parts where there
-// are more warps than rows.
-template <int kHeadSize, int kThreads>
-struct PartMerge {
-  static constexpr int kRowLanes = kHeadSize < 128 ? kHeadSize / 4 : 32;
-  static constexpr int kLaneParts = 32 / kRowLanes;
-  static constexpr int kPieces = kHeadSize / (4 * kRowLanes);  // of a row
-  static constexpr int kReads = 8;                             // parts that are on their way together
-  static constexpr int kWarps = kThreads / 32;
-  static constexpr int kWarpBits = kWarps == 16 ? 4 : kWarps == 8 ? 3
-                                                                  : 2;
-  static constexpr int kMaxGroupBits = 2;  // more shares cost more to add than they save
-  static_assert(kWarps == 1 << kWarpBits, "warps are a power of two");
+__device__ __forceinline__ bool IsWritten(uint2 x) { return max(x.x, x.y) != kNotWritten; }
+__device__ __forceinline__ bool IsWritten(uint4 x) { return max(max(x.x, x.y), max(x.z, x.w)) != kNotWritten; }
 
-  // What the groups leave for the first one.
-  struct Shared {
-    float4 sums[kThreads];
-    float2 stats[kThreads];
-  };
+// The bits of a number, which are those of a NaN that counts as written if it is one.
+__device__ __forceinline__ uint32_t Word(float x) { return min(__float_as_uint(x), kNotWritten - 1); }
 
-  // Adds parts begin, begin + step, ... of `parts`. stats, sums: of part 0; rows: from part to part.
-  static __device__ __forceinline__ void AddParts(const float2* stats, const float4* sums, int rows, int begin,
-                                                  int step, int parts, RowPart& to) {
-    float2 s[kReads];
-    float4 x[kReads];
-#pragma unroll
-    for (int i = 0; i < kReads; ++i) {
-      const int part = begin + i * step;
-      s[i] = make_float2(-INFINITY, 0.0f);
-      if (part >= parts) continue;
-      s[i] = __ldcg(stats + part * rows);
-      x[i] = __ldcg(sums + part * rows * (kHeadSize / 4));
+}  // namespace merge_internal
+
+// Where the parts of a unit's rows are: of part 0, row 0; in others, `stride` rows further each.
+template <int kHeadSize>
+struct UnitParts {
+  static constexpr int kRowItems = kHeadSize / 4;  // float4 of a row
+
+  float2* stats;
+  float4* sums;
+  int stride;
+
+  __device__ __forceinline__ UnitParts(const GqaParams& p, const GqaPlan& plan, int64_t unit)
+      : stats(p.partial_stats + PartialRow(plan, unit, 0, 0)),
+        sums(reinterpret_cast<float4*>(p.partial_out) + PartialRow(plan, unit, 0, 0) * kRowItems),
+        stride(plan.unit_rows) {}
+
+  // Item `item` of row `row`.
+  __device__ __forceinline__ void Write(int part, int row, int item, const RowPart& x) const {
+    using merge_internal::Word;
+    const int at = part * stride + row;
+    merge_internal::Store(sums + at * kRowItems + item,
+                          make_uint4(Word(x.sum.x), Word(x.sum.y), Word(x.sum.z), Word(x.sum.w)));
+    if (item == 0) merge_internal::Store(stats + at, make_uint2(Word(x.maximum), Word(x.denominator)));
+  }
+
+  // By all threads of the block that will write the part.
+  __device__ __forceinline__ void Clear(int part, int rows) const {
+    const int at = part * stride;
+    for (int i = static_cast<int>(threadIdx.x); i < rows * kRowItems; i += static_cast<int>(blockDim.x)) {
+      merge_internal::Store(sums + at * kRowItems + i, make_uint4(kNotWritten, kNotWritten, kNotWritten, kNotWritten));
+      if (i < rows) merge_internal::Store(stats + at + i, make_uint2(kNotWritten, kNotWritten));
     }
+  }
+
+  // Adds parts begin, begin + step, ... of `parts`, kReads at most, to four elements: item `item` of all rows' items.
+  template <int kReads>
+  __device__ __forceinline__ void Add(int item, int begin, int step, int parts, RowPart& to) const {
+    const float2* const from_stats = stats + item / kRowItems;
+    const float4* const from_sums = sums + item;
+    uint2 s[kReads];
+    uint4 x[kReads];
+    bool all;
+    do {
+      all = true;
+#pragma unroll
+      for (int i = 0; i < kReads; ++i) {
+        const int part = begin + i * step;
+        s[i] = make_uint2(0xFF800000u, 0);  // of no token
+        x[i] = make_uint4(0, 0, 0, 0);
+        if (part >= parts) continue;
+        s[i] = merge_internal::Load(from_stats + part * stride);
+        x[i] = merge_internal::Load(from_sums + part * stride * kRowItems);
+      }
+#pragma unroll
+      for (int i = 0; i < kReads; ++i) {
+        all = all && merge_internal::IsWritten(s[i]) && merge_internal::IsWritten(x[i]);
+      }
+    } while (!all);
     float top = to.maximum;
 #pragma unroll
-    for (int i = 0; i < kReads; ++i) top = fmaxf(top, s[i].x);
+    for (int i = 0; i < kReads; ++i) top = fmaxf(top, __uint_as_float(s[i].x));
     if (to.denominator != 0.0f) to.Scale(Exp2(to.maximum - top));
     to.maximum = top;
 #pragma unroll
     for (int i = 0; i < kReads; ++i) {
-      if (s[i].y == 0.0f) continue;  // no token of the row
+      if (s[i].y == 0) continue;  // no token of the row
       // A maximum or denominator that is not finite becomes NaN here or in the product.
-      const float weight = Exp2(s[i].x - top);
-      to.denominator += weight * s[i].y;
-      to.sum.x += weight * x[i].x;
-      to.sum.y += weight * x[i].y;
-      to.sum.z += weight * x[i].z;
-      to.sum.w += weight * x[i].w;
-    }
-  }
-
-  const GqaPlan& plan;
-  const int lane;
-  const int piece_bits;  // warps for as many pieces as the next power of two
-  const int group;
-  const int groups;
-  const int first_piece;
-  const float2* stats;  // of part 0, row 0
-  const float4* sums;
-
-  // All that is known before the parts are there.
-  __device__ __forceinline__ PartMerge(const GqaParams& p, const GqaPlan& of_plan, int64_t unit, int rows)
-      : plan(of_plan),
-        lane(static_cast<int>(threadIdx.x) % 32),
-        piece_bits(min(max(CeilLog2(rows * kPieces), kWarpBits - kMaxGroupBits), kWarpBits)),
-        group(static_cast<int>(threadIdx.x) / 32 >> piece_bits),
-        groups(kWarps >> piece_bits),
-        first_piece(static_cast<int>(threadIdx.x) / 32 & ((1 << piece_bits) - 1)) {
-    const int64_t row = PartialRow(plan, unit, 0, 0);
-    stats = p.partial_stats + row;
-    sums = reinterpret_cast<const float4*>(p.partial_out) + row * (kHeadSize / 4) + lane % kRowLanes;
-  }
-
-  // The unit's rows of the output.
-  __device__ __forceinline__ void Run(const GqaParams& p, int64_t b, int kv_head, int parts, int rows,
-                                      Shared& shared) const {
-    const int step = groups * kLaneParts;
-#pragma unroll 1
-    for (int piece = first_piece; piece - first_piece < rows * kPieces; piece += kWarps) {
-      const int row = piece / kPieces;
-      const int item = piece % kPieces * kRowLanes;
-      RowPart part;
-      if (row < rows) {
-#pragma unroll 1
-        for (int begin = group * kLaneParts; begin < parts; begin += kReads * step) {
-          AddParts(stats + row, sums + row * (kHeadSize / 4) + item, plan.unit_rows, begin + lane / kRowLanes, step,
-                   parts, part);
-        }
-        if (kLaneParts > 1) part.AddLanes(kRowLanes);
-      }
-      if (groups > 1) {
-        shared.sums[threadIdx.x] = part.sum;
-        shared.stats[threadIdx.x] = make_float2(part.maximum, part.denominator);
-        __syncthreads();
-        if (group != 0) return;
-#pragma unroll
-        for (int i = 1; i < 1 << kMaxGroupBits; ++i) {
-          const int other = static_cast<int>(threadIdx.x) + (32 * i << piece_bits);
-          if (i < groups) part.Add(shared.stats[other], shared.sums[other]);
-        }
-      }
-      if (row < rows && lane < kRowLanes) {
-        WriteRowPart(p, plan.activation_vectors, b, kv_head, row, 4 * (item + lane), part);
-      }
+      const float weight = Exp2(__uint_as_float(s[i].x) - top);
+      to.denominator += weight * __uint_as_float(s[i].y);
+      to.sum.x += weight * __uint_as_float(x[i].x);
+      to.sum.y += weight * __uint_as_float(x[i].y);
+      to.sum.z += weight * __uint_as_float(x[i].z);
+      to.sum.w += weight * __uint_as_float(x[i].w);
     }
   }
 };
+
+// Says that a block of a unit of `parts` blocks has begun and has cleared its part, behind a barrier; true for the last
+// one. The counter is zero again afterwards. By one thread.
+__device__ __forceinline__ bool BeginsLast(uint32_t* counter, int parts) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;\n" : "=r"(before) : "l"(counter) : "memory");
+  const bool last = before + 1 == static_cast<uint32_t>(parts);
+  if (last) *counter = 0;
+  return last;
+}
+
+// The unit's rows of the output, of all parts. The lanes of a warp have 8 items, or 16 or 32 where that is a round less,
+// and each a share of the parts.
+template <int kHeadSize, int kThreads>
+__device__ __forceinline__ void MergeParts(const GqaParams& p, bool vectors, const UnitParts<kHeadSize>& from,
+                                           int64_t b, int kv_head, int parts, int rows) {
+  constexpr int kRowItems = UnitParts<kHeadSize>::kRowItems;
+  constexpr int kWarps = kThreads / 32;
+  constexpr int kWarpBits = kWarps == 16 ? 4 : kWarps == 8 ? 3
+                                                           : 2;
+  static_assert(kWarps == 1 << kWarpBits, "warps are a power of two");
+  const int items = rows * kRowItems;
+  const int bits = min(max(CeilLog2(items) - kWarpBits, 3), 5);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int share = lane >> bits;
+  const int step = 32 >> bits;
+#pragma unroll 1
+  for (int first = static_cast<int>(threadIdx.x) / 32 << bits; first < items; first += kWarps << bits) {
+    const int item = first + (lane & ((1 << bits) - 1));
+    RowPart part;
+    if (item < items) {
+      if (parts <= 4 * step) {
+        from.template Add<4>(item, share, step, parts, part);
+      } else {
+#pragma unroll 1
+        for (int begin = share; begin < parts; begin += 8 * step) from.template Add<8>(item, begin, step, parts, part);
+      }
+    }
+    part.AddLanes(1 << bits);
+    if (item < items && share == 0) {
+      WriteRowPart(p, vectors, b, kv_head, item / kRowItems, item % kRowItems * 4, part);
+    }
+  }
+}
 
 }  // namespace kv_cache_quant
 }  // namespace contrib

@@ -27,10 +27,8 @@ struct DecodeShape {
   static constexpr int kWarps = kBlockWarps;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kMinSplitTokens = MinSplitTokens(kWarps);
-  // The codes of a tile are 32 registers a lane at D 128, 64 at D 256: what is left beside the accumulators.
-  static constexpr int kTokenTiles =
-      kFormat == KvFormat::kInt4 && kWholeRows && kHeadSize <= 128 && kRowTiles == 1 ? 2 : 1;
-  static constexpr int kTileTokens = 16 * kTokenTiles;
+  static constexpr int kTileTokens = DecodeTileTokens(kFormat, kHeadSize, kWholeRows, kRows);
+  static constexpr int kTokenTiles = kTileTokens / 16;
   static constexpr int kElements = Codec<kFormat>::kElements;
   static constexpr int kRowBytes = static_cast<int>(RowBytes(kFormat, kHeadSize));
   static constexpr int kKeyWords = kHeadSize / kElements / 4;    // of one row, per lane

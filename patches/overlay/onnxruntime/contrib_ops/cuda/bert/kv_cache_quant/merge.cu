@@ -3,17 +3,22 @@
 // Combines the partial results of a row's splits (unit.cuh) and writes the row: weights 2^(m_s - M), their sum with
 // the sink, V's static scale.
 //
+// MergeKernel, of many splits
 // grid    one block per output row in x: (b * S + s) * H + head.
 // block   256 threads, or 512 where 256 could not have all reads of a row in flight together. The statistics are read
 //         first; then a group of threads reads a split's numerators, a float4 each, and the groups take every n-th
 //         split. The groups' sums are added through shared memory.
 // shared  7 KB, or 12 KB.
+//
+// MergeFewKernel, of up to eight
+// grid    output rows, in the same order, over the blocks in x.
+// block   256 threads. A row's thread has four elements of it, of all splits.
+// shared  none.
 
 #include "contrib_ops/cuda/bert/kv_cache_quant/dispatch.h"
 #include "contrib_ops/cuda/bert/kv_cache_quant/kernel_launch.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/launch.h"
-#include "contrib_ops/cuda/bert/kv_cache_quant/mma.cuh"
-#include "contrib_ops/cuda/bert/kv_cache_quant/unit.cuh"
+#include "contrib_ops/cuda/bert/kv_cache_quant/row_part.cuh"
 
 namespace onnxruntime {
 namespace contrib {
@@ -23,6 +28,7 @@ namespace {
 
 constexpr int kMergeSplits = kMaxSplits;
 constexpr int kFewMergeThreads = 256;
+constexpr int kFewSplits = 8;
 constexpr int kManyMergeThreads = 512;
 constexpr int kReadsInFlight = 8;  // of numerators, a thread
 constexpr float kEmptySplit = -1.0f;
@@ -162,6 +168,48 @@ __global__ void __launch_bounds__(kThreads, 1)
   StoreActivation(p.output, output + thread, total / denominator * scale, p.activation);
 }
 
+template <int kHeadSize>
+__global__ void __launch_bounds__(kFewMergeThreads)
+    MergeFewKernel(const __grid_constant__ GqaParams p, const __grid_constant__ GqaPlan plan) {
+  constexpr int kRowItems = kHeadSize / 4;  // float4 of a row
+  const int thread = static_cast<int>(threadIdx.x);
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * (kFewMergeThreads / kRowItems) + thread / kRowItems;
+  const int item = thread % kRowItems;
+  if (index >= static_cast<int64_t>(p.batch_size) * p.sequence_length * p.num_heads || 4 * item >= p.head_size) return;
+  const auto token = static_cast<int>(index / p.num_heads);
+  const auto head = static_cast<int>(index - static_cast<int64_t>(token) * p.num_heads);
+  const int b = token / p.sequence_length;
+  const int kv_head = head / p.group_size;
+  const int row = (token - b * p.sequence_length) * p.group_size + head - kv_head * p.group_size;
+  if (!LoadSequence(p, b).valid) {
+    for (int i = 0; i < 4; ++i) StoreActivation(p.output, index * p.head_size + 4 * item + i, NAN, p.activation);
+    return;
+  }
+  const int64_t unit = (static_cast<int64_t>(b) * p.kv_num_heads + kv_head) * plan.units_per_head +
+                       row / plan.unit_rows;
+  const int64_t partial_row = PartialRow(plan, unit, 0, row % plan.unit_rows);
+  const float2* const stats = p.partial_stats + partial_row;
+  const auto* const sums = reinterpret_cast<const float4*>(p.partial_out) + partial_row * kRowItems + item;
+  WaitForPreviousKernel();
+  RowPart part;
+#pragma unroll 1
+  for (int begin = 0; begin < plan.splits; begin += kFewSplits / 2) {
+    float2 s[kFewSplits / 2];
+    float4 x[kFewSplits / 2];
+#pragma unroll
+    for (int i = 0; i < kFewSplits / 2; ++i) {
+      s[i] = make_float2(-INFINITY, 0.0f);
+      x[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (begin + i >= plan.splits) continue;
+      s[i] = stats[(begin + i) * plan.unit_rows];
+      x[i] = sums[static_cast<int64_t>(begin + i) * plan.unit_rows * kRowItems];
+    }
+#pragma unroll
+    for (int i = 0; i < kFewSplits / 2; ++i) part.Add(s[i], x[i]);
+  }
+  WriteRowPart(p, plan.activation_vectors, b, kv_head, row, 4 * item, part);
+}
+
 }  // namespace
 
 cudaError_t LaunchMerge(const GqaParams& p, const GqaPlan& plan, cudaStream_t stream) {
@@ -170,8 +218,12 @@ cudaError_t LaunchMerge(const GqaParams& p, const GqaPlan& plan, cudaStream_t st
   if (plan.splits > kMergeSplits) return cudaErrorInvalidValue;
   return DispatchHeadSize(plan.padded_head_size, [&](auto head_size) {
     constexpr int kHeadSize = decltype(head_size)::value;
-    constexpr int kFewSplits = kFewMergeThreads / (kHeadSize / 4) * kReadsInFlight;
     if (plan.splits <= kFewSplits) {
+      constexpr int kRows = kFewMergeThreads / (kHeadSize / 4);  // of a block
+      return LaunchOverlapping(MergeFewKernel<kHeadSize>, (blocks + kRows - 1) / kRows, 1, kFewMergeThreads, 0, stream,
+                               p, plan);
+    }
+    if (plan.splits <= kFewMergeThreads / (kHeadSize / 4) * kReadsInFlight) {
       return LaunchOverlapping(MergeKernel<kHeadSize, kFewMergeThreads>, blocks, 1, kFewMergeThreads, 0, stream, p,
                                plan);
     }

@@ -72,14 +72,18 @@ bool ActivationsInVectors(const GqaParams& p) {
   return alike % kElements == 0 && IsAligned(p.cos_cache, 16) && IsAligned(p.sin_cache, 16);
 }
 
+// Whether a multiprocessor has 160 KB of shared memory and more.
+bool HasLargeShared(const DeviceLimits& device) {
+  const int generation = device.compute_capability / 10;
+  return device.compute_capability == 80 || device.compute_capability == 87 || generation == 9 || generation == 10 ||
+         generation == 11;
+}
+
 // Blocks of the attention kernel that fit on a multiprocessor: its __launch_bounds__ sees to registers. Two blocks of
 // the prefill kernel take 140 KB of shared memory where a head has more than 64 elements.
 int BlocksPerMultiprocessor(KvFormat format, const GqaPlan& plan, const DeviceLimits& device) {
   if (plan.path != GqaPath::kDecode) {
-    const int generation = device.compute_capability / 10;
-    const bool large_shared = device.compute_capability == 80 || device.compute_capability == 87 || generation == 9 ||
-                              generation == 10 || generation == 11;
-    return plan.padded_head_size == 64 || large_shared ? 2 : 1;
+    return plan.padded_head_size == 64 || HasLargeShared(device) ? 2 : 1;
   }
   return DecodeBlocks(format, plan.padded_head_size, plan.whole_rows, plan.unit_rows, plan.warps);
 }
@@ -93,6 +97,7 @@ bool ClustersFit(int64_t units, int64_t splits, int64_t resident, const DeviceLi
 int32_t ChooseWarps(const GqaParams& p, const GqaPlan& plan, int64_t units, const DeviceLimits& device) {
   const int32_t few = DecodeWarps(plan.padded_head_size);
   if (!HasWideDecode(plan.padded_head_size, plan.whole_rows, plan.unit_rows) || units <= 0) return few;
+  if (device.compute_capability < 80) return few;  // 64 KB of shared memory
   const int64_t resident = DecodeBlocks(p.format, plan.padded_head_size, plan.whole_rows, plan.unit_rows, few);
   if (ClustersFit(units, DivUp(p.capacity, MinSplitTokens(few)), resident, device)) return few;
   const int64_t wide = device.multiprocessors / units * units * resident;
@@ -166,8 +171,9 @@ bool MakePlan(const GqaParams& p, const DeviceLimits& device, GqaPlan* plan, std
   const int64_t max_splits = p.is_prompt ? 1 : std::clamp<int64_t>(DivUp(tokens, least), 1, kMaxSplits);
   x.splits = units == 0 ? 1 : ChooseSplits(units, slots, max_splits);
   if (x.path == GqaPath::kDecode && x.splits > 1) {
-    // A second tile for every warp takes less than a merge through memory.
-    if (x.splits > kMaxCluster && tokens <= 2 * kMaxCluster * MinSplitTokens(x.warps) &&
+    // As many splits as a cluster has, where more would only leave warps without a tile.
+    const int64_t tile = DecodeTileTokens(p.format, x.padded_head_size, x.whole_rows, x.unit_rows);
+    if (x.splits > kMaxCluster && tokens <= kMaxCluster * x.warps * tile &&
         ClustersFit(units, kMaxCluster, resident, device)) {
       x.splits = kMaxCluster;
     }

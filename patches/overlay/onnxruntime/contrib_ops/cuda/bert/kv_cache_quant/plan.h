@@ -37,7 +37,13 @@ constexpr int DecodeWarps(int padded_head_size) { return padded_head_size == 256
 
 // Twice as many where two blocks would fit on a multiprocessor and one is enough: half as many splits to merge.
 constexpr bool HasWideDecode(int padded_head_size, bool whole_rows, int unit_rows) {
-  return padded_head_size <= 128 && whole_rows && unit_rows <= 8;
+  return padded_head_size > 0 && whole_rows && unit_rows <= 8;
+}
+
+// Tokens that a warp takes at a time. The codes of a tile are 32 registers a lane at D 128, 64 at D 256: what is left
+// beside the accumulators.
+constexpr int DecodeTileTokens(KvFormat format, int padded_head_size, bool whole_rows, int unit_rows) {
+  return format == KvFormat::kInt4 && whole_rows && padded_head_size <= 128 && unit_rows <= 8 ? 32 : 16;
 }
 
 // Tokens of a split at least: a tile for every warp.
