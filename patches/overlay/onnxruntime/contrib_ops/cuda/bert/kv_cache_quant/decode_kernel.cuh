@@ -34,9 +34,12 @@ struct DecodeShared {
   alignas(16) float maximum[Shape::kRows][Shape::kWarps];  // of each warp
   alignas(16) float denominator[Shape::kRows][Shape::kWarps];
   alignas(16) float norm[Shape::kWarps];
-  // The warps' tiles of V, then their sums of 8 rows, in SumPlace.
-  float4 sums[Shape::kWarps][8][kRowItems];
-  static_assert(sizeof(sums[0]) >= 2 * DecodeTile<Shape>::kValueTileBytes, "two tiles of V");
+  // A warp's tiles of V, then its sums of 8 rows, in SumPlace.
+  union Space {
+    uint8_t tiles[2 * DecodeTile<Shape>::kValueTileBytes];
+    float4 sums[8][kRowItems];
+  };
+  alignas(16) Space space[Shape::kWarps];
   uint64_t inbox_barrier;
   int32_t guess;     // the entry's seqlens_k before the wait for the kernel before
   int32_t last;      // and after it
@@ -88,7 +91,7 @@ __device__ __forceinline__ RowPart AddWarps(const DecodeShared<Shape>& shared, i
     const float shrink = Exp2(shared.maximum[row][w] - reference);
     part.denominator += shared.denominator[row][w] * shrink;
     const float factor = shrink * shared.norm[w];
-    const float4 x = shared.sums[w][row % 8][SumPlace(row % 8, item)];
+    const float4 x = shared.space[w].sums[row % 8][SumPlace(row % 8, item)];
     part.sum.x += x.x * factor;
     part.sum.y += x.y * factor;
     part.sum.z += x.z * factor;
@@ -104,7 +107,7 @@ __device__ __forceinline__ void StoreSums(const Warp& warp, Shared& shared, int 
   __syncwarp();                // all lanes are through with their tiles of V, which lay there
   const int row = 2 * warp.c;  // and the next one
   if (8 * n + row >= rows) return;
-  auto& sums = shared.sums[threadIdx.x / 32];
+  auto& sums = shared.space[threadIdx.x / 32].sums;
 #pragma unroll
   for (int i = 0; i < Warp::Shape::kElementTiles; i += 2) {
     const int place = SumPlace(row, Warp::ElementOf(2 * i, warp.r) / 4);
@@ -122,7 +125,9 @@ __device__ __forceinline__ void WriteRows(const GqaParams& p, const GqaPlan& pla
                                           DecodeShared<typename Warp::Shape>& shared, int rows, DecodeResult result) {
   using Shape = typename Warp::Shape;
   constexpr int kRowItems = DecodeShared<Shape>::kRowItems;
-  constexpr int kGroups = Shape::kThreads <= Shape::kHeadSize ? 1 : Shape::kThreads / Shape::kHeadSize;
+  // Lanes share the warps of an item where there would be none for some of four rows' items, or of a tile's.
+  constexpr int kItems = (Shape::kRowTiles > 1 ? 8 : 4) * kRowItems;
+  constexpr int kGroups = Shape::kThreads > kItems ? Shape::kThreads / kItems : 1;
   constexpr int kLaneItems = 32 / kGroups;
   static_assert(kRowItems % kLaneItems == 0, "the lanes of a warp have items of one row");
   const int warp_index = threadIdx.x / 32;
@@ -266,7 +271,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     LaneSource from = job < 2 * (count - old) ? new_row.Find(p, lane * kElements, plan.activation_vectors)
                                               : find_query(warp_index);
     Warp warp(p, lane, static_cast<int64_t>(unit) * p.capacity + range.begin, count, old,
-              &shared.query.words[0][0][0], shared.sums[warp_index]);
+              &shared.query.words[0][0][0], shared.space[warp_index].tiles);
     const int tile = warp_index * Shape::kTileTokens;
     if (!waited) {
       Prefetch(from);
@@ -318,8 +323,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
       continue;
     }
     warp.template Begin<false>(tile);
-    // While the warp waits for its first tile.
-    if (merged && threadIdx.x == Shape::kThreads / 2) shared.begins_last = BeginsLast(p.counters + unit, range.parts);
+    // While the warp waits for its first tile: another one of those that have the least to do.
+    if (merged && threadIdx.x == Shape::kThreads / 2 + 32) shared.begins_last = BeginsLast(p.counters + unit, range.parts);
     warp.SetRows(shared.query.factor, shared.query.sum, sequence.past - range.begin);
     warp.Run(tile);
     AllowNextKernel();
@@ -336,9 +341,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     return;
   }
   if (!merges || !shared.begins_last) return;
-  MergeParts<Shape::kHeadSize, Shape::kThreads>(p, plan.activation_vectors,
-                                                UnitParts<Shape::kHeadSize>(p, plan, at.unit), at.b, at.kv_head,
-                                                at.parts, rows);
+  MergeParts<Shape::kHeadSize, Shape::kThreads, Shape::kMergeReads>(p, plan.activation_vectors,
+                                                                    UnitParts<Shape::kHeadSize>(p, plan, at.unit), at.b, at.kv_head,
+                                                                    at.parts, rows);
 }
 
 // One block for every split of every unit.
@@ -361,7 +366,7 @@ cudaError_t LaunchDecodeRows(const GqaParams& p, const GqaPlan& plan, cudaStream
   if (plan.unit_rows == 8 && plan.warps == kWarps) {
     return LaunchDecodeKernel<DecodeShape<kFormat, kHeadSize, kWholeRows, 1, kWarps>>(p, plan, stream);
   }
-  if constexpr (HasWideDecode(kHeadSize, kWholeRows, 8)) {
+  if constexpr (HasWideDecode(kWholeRows, 8)) {
     if (plan.unit_rows == 8 && plan.warps == 2 * kWarps) {
       return LaunchDecodeKernel<DecodeShape<kFormat, kHeadSize, kWholeRows, 1, 2 * kWarps>>(p, plan, stream);
     }

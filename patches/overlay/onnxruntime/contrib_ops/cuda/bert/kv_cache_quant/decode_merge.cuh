@@ -135,8 +135,8 @@ __device__ __forceinline__ bool BeginsLast(uint32_t* counter, int parts) {
 }
 
 // The unit's rows of the output, of all parts. The lanes of a warp have 8 items, or 16 or 32 where that is a round less,
-// and each a share of the parts.
-template <int kHeadSize, int kThreads>
+// and each a share of the parts, of which it reads kReads together.
+template <int kHeadSize, int kThreads, int kReads>
 __device__ __forceinline__ void MergeParts(const GqaParams& p, bool vectors, const UnitParts<kHeadSize>& from,
                                            int64_t b, int kv_head, int parts, int rows) {
   constexpr int kRowItems = UnitParts<kHeadSize>::kRowItems;
@@ -154,11 +154,13 @@ __device__ __forceinline__ void MergeParts(const GqaParams& p, bool vectors, con
     const int item = first + (lane & ((1 << bits) - 1));
     RowPart part;
     if (item < items) {
-      if (parts <= 4 * step) {
+      if (kReads > 4 && parts <= 4 * step) {
         from.template Add<4>(item, share, step, parts, part);
       } else {
 #pragma unroll 1
-        for (int begin = share; begin < parts; begin += 8 * step) from.template Add<8>(item, begin, step, parts, part);
+        for (int begin = share; begin < parts; begin += kReads * step) {
+          from.template Add<kReads>(item, begin, step, parts, part);
+        }
       }
     }
     part.AddLanes(1 << bits);

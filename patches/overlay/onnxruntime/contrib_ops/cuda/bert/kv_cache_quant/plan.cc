@@ -72,18 +72,14 @@ bool ActivationsInVectors(const GqaParams& p) {
   return alike % kElements == 0 && IsAligned(p.cos_cache, 16) && IsAligned(p.sin_cache, 16);
 }
 
-// Whether a multiprocessor has 160 KB of shared memory and more.
-bool HasLargeShared(const DeviceLimits& device) {
-  const int generation = device.compute_capability / 10;
-  return device.compute_capability == 80 || device.compute_capability == 87 || generation == 9 || generation == 10 ||
-         generation == 11;
-}
-
 // Blocks of the attention kernel that fit on a multiprocessor: its __launch_bounds__ sees to registers. Two blocks of
 // the prefill kernel take 140 KB of shared memory where a head has more than 64 elements.
 int BlocksPerMultiprocessor(KvFormat format, const GqaPlan& plan, const DeviceLimits& device) {
   if (plan.path != GqaPath::kDecode) {
-    return plan.padded_head_size == 64 || HasLargeShared(device) ? 2 : 1;
+    const int generation = device.compute_capability / 10;
+    const bool large_shared = device.compute_capability == 80 || device.compute_capability == 87 || generation == 9 ||
+                              generation == 10 || generation == 11;
+    return plan.padded_head_size == 64 || large_shared ? 2 : 1;
   }
   return DecodeBlocks(format, plan.padded_head_size, plan.whole_rows, plan.unit_rows, plan.warps);
 }
@@ -96,8 +92,8 @@ bool ClustersFit(int64_t units, int64_t splits, int64_t resident, const DeviceLi
 // Warps of a decode block: many where as many multiprocessors get work so, but for what few fit into a cluster each.
 int32_t ChooseWarps(const GqaParams& p, const GqaPlan& plan, int64_t units, const DeviceLimits& device) {
   const int32_t few = DecodeWarps(plan.padded_head_size);
-  if (!HasWideDecode(plan.padded_head_size, plan.whole_rows, plan.unit_rows) || units <= 0) return few;
-  if (device.compute_capability < 80) return few;  // 64 KB of shared memory
+  if (!HasWideDecode(plan.whole_rows, plan.unit_rows) || units <= 0) return few;
+  if (device.compute_capability < 80) return few;  // it has 64 KB of shared memory
   const int64_t resident = DecodeBlocks(p.format, plan.padded_head_size, plan.whole_rows, plan.unit_rows, few);
   if (ClustersFit(units, DivUp(p.capacity, MinSplitTokens(few)), resident, device)) return few;
   const int64_t wide = device.multiprocessors / units * units * resident;
@@ -149,6 +145,8 @@ bool MakePlan(const GqaParams& p, const DeviceLimits& device, GqaPlan* plan, std
   x.path = p.is_prompt ? GqaPath::kPrompt : rows <= decode_rows ? GqaPath::kDecode
                                                                 : GqaPath::kPrefill;
   x.whole_rows = p.head_size == x.padded_head_size && RowsAlignedTo(p, 16);
+  // Tiles of whole rows take more than the 64 KB of shared memory that there are before sm_80.
+  if (x.path == GqaPath::kDecode && rows > 8 && device.compute_capability < 80) x.whole_rows = false;
   if (!x.whole_rows && !RowsAlignedTo(p, p.format == KvFormat::kInt4 ? 4 : 8)) {
     return Fail(error, "cache rows that are not aligned to " +
                            std::string(p.format == KvFormat::kInt4 ? "4" : "8") + " bytes");

@@ -36,14 +36,12 @@ constexpr int kMaxCluster = 8;       // blocks: what every chip with clusters ta
 constexpr int DecodeWarps(int padded_head_size) { return padded_head_size == 256 ? 4 : 8; }
 
 // Twice as many where two blocks would fit on a multiprocessor and one is enough: half as many splits to merge.
-constexpr bool HasWideDecode(int padded_head_size, bool whole_rows, int unit_rows) {
-  return padded_head_size > 0 && whole_rows && unit_rows <= 8;
-}
+constexpr bool HasWideDecode(bool whole_rows, int unit_rows) { return whole_rows && unit_rows <= 8; }
 
-// Tokens that a warp takes at a time. The codes of a tile are 32 registers a lane at D 128, 64 at D 256: what is left
-// beside the accumulators.
+// Tokens that a warp takes at a time: as many as there are registers for. Where a multiprocessor has only eight warps,
+// more are needed to keep it busy.
 constexpr int DecodeTileTokens(KvFormat format, int padded_head_size, bool whole_rows, int unit_rows) {
-  return format == KvFormat::kInt4 && whole_rows && padded_head_size <= 128 && unit_rows <= 8 ? 32 : 16;
+  return whole_rows && padded_head_size <= 128 && (format == KvFormat::kInt4 || unit_rows > 8) ? 32 : 16;
 }
 
 // Tokens of a split at least: a tile for every warp.
