@@ -12,7 +12,7 @@ from python_tests.reference.format import CacheDtype, Granularity
 FORMATS = {CacheDtype.INT8: 0, CacheDtype.FP8: 1, CacheDtype.INT4: 2}
 MODES = {Granularity.NONE: 0, Granularity.PER_TENSOR: 1, Granularity.PER_CHANNEL: 2, Granularity.PER_TOKEN: 3}
 DECODE, PREFILL, PROMPT = range(3)
-Merge: TypeAlias = Literal["one-split", "last-block", "cluster", "merge-kernel"]
+Merge: TypeAlias = Literal["one-split", "begins-last", "cluster", "merge-kernel"]
 _P, _I32, _I64, _SIZE = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_size_t
 
 
@@ -73,7 +73,7 @@ class GqaPlan(ctypes.Structure):
         """What adds the splits of a unit; "one-split": there is nothing to add."""
         if self.splits == 1:
             return "one-split"
-        return "cluster" if self.cluster > 1 else "last-block" if self.counters else "merge-kernel"
+        return "cluster" if self.cluster > 1 else "begins-last" if self.counters else "merge-kernel"
 
 
 class HostLibrary:

@@ -128,28 +128,37 @@ LONG = [
     for t, w, mp in ((8191, -1, 0), (8192, 700, 0), (32769, -1, 0), (32769, -1, 1))
     for dtype in FORMATS
 ]  # fmt: skip
-# Blocks of 8 and 16 warps: (arguments, groups). Lengths around tiles of 16 and 32 tokens, a block's rounds of them, and
-# splits of 128 tokens and more; what is beyond the capacity does not fit.
-BLOCK_EDGES = (1, 15, 16, 17, 255, 256, 257, 511, 512, 513, 4095, 4096, 4097)
-BLOCKS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
-    "cluster": ({"multiprocessors": 132, "capacity": 4096}, (1, 4, 7, 8)),
-    "last-block": ({"multiprocessors": 132, "capacity": 4097}, (1, 4, 7, 8)),
-    "one-split": ({"multiprocessors": 13, "capacity": 4096}, (4,)),
-    "last-block-narrow": ({"multiprocessors": 20, "capacity": 4097, "clusters": False}, (4,)),
-    "merge-kernel": ({"multiprocessors": 528, "capacity": 8200}, (4,)),
+# Few and many warps, and each way to merge: arguments. Lengths around tiles of 16 and 32 tokens, a block's rounds of
+# them, splits of 128 tokens and more, and the capacity; what is beyond it does not fit.
+BLOCK_EDGES = (1, 15, 16, 17, 255, 256, 257, 511, 512, 513)
+BLOCKS: dict[str, dict[str, Any]] = {
+    "one-split": {"multiprocessors": 7, "capacity": 4096},
+    "begins-last": {"multiprocessors": 132, "capacity": 4097},
+    "cluster": {"multiprocessors": 132, "capacity": 1024},
+    "merge-kernel": {"multiprocessors": 528, "capacity": 8200},
 }
-WIDE = [
+# Where blocks may be wide, those that are not above, and narrow ones. Many splits are always wide there.
+OTHER_BLOCKS: dict[str, dict[str, Any]] = {
+    "one-split-wide": {"multiprocessors": 13, "capacity": 4096},
+    "begins-last-narrow": {"multiprocessors": 20, "capacity": 4097, "clusters": False},
+    "cluster-wide": {"multiprocessors": 66, "capacity": 4096},
+}
+# (head size, query heads of a KV head). More than 8: 16 rows.
+ROWS = [(d, g) for d in (64, 128, 256) for g in (1, 4, 7, 8)] + [(72, 4), (136, 4), (64, 16), (72, 16), (128, 16)]
+ALL_GROUPS = ("begins-last", "cluster-wide")
+WAYS = [
     KernelCase(
         id=f"decode-{name}-g{g}-d{d}-{dtype}-window{w}", dtype=dtype, heads=g, kv_heads=1, head_size=d,
-        totals=BLOCK_EDGES, total=arguments["capacity"], window=w, sink=w > 0, smooth=w > 0, rotary="half", **arguments,
+        totals=(*BLOCK_EDGES, *(arguments["capacity"] + i for i in (-1, 0, 1))), total=arguments["capacity"], window=w,
+        sink=w > 0, smooth=w > 0, rotary="half", **arguments,
     )
-    for name, (arguments, groups) in BLOCKS.items()
-    for g in groups
-    for d in (64, 128)
+    for d, g in ROWS
+    for name, arguments in (BLOCKS | (OTHER_BLOCKS if d in (64, 128, 256) and g <= 8 else {})).items()
+    if g in (4, 16) or name in ALL_GROUPS
     for dtype in FORMATS
     for w in (-1, 300)
 ]  # fmt: skip
-CASES = LENGTHS + SPLITS + GROUPS + SIZES + WINDOWS + SCALES + FEATURES + ONE_SPLIT + RAGGED + CAPACITY + LONG + WIDE
+CASES = LENGTHS + SPLITS + GROUPS + SIZES + WINDOWS + SCALES + FEATURES + ONE_SPLIT + RAGGED + CAPACITY + LONG + WAYS
 
 
 @pytest.mark.parametrize("case", params(CASES))
@@ -161,7 +170,7 @@ def test_decode(case: KernelCase, device: Device) -> None:
 def test_lists_reach_one_few_and_all_splits(device: Device) -> None:
     """One split, which writes the output itself, some, and as many as the capacity has; each way to merge them."""
     splits, ways = set(), set()
-    for case in [*SPLITS, *ONE_SPLIT, *GROUPS, *WIDE]:
+    for case in [*SPLITS, *ONE_SPLIT, *GROUPS, *WAYS]:
         if case.dtype is CacheDtype.INT8 and case.window < 0:
             with Call(device, case, make_inputs(case), make_past(case)) as call:
                 splits.add(call.plan.splits)
@@ -169,10 +178,8 @@ def test_lists_reach_one_few_and_all_splits(device: Device) -> None:
     assert 1 in splits
     assert len(splits) >= 4
     assert max(splits) > 32
-    wanted = {("one-split", 8), ("one-split", 16), ("last-block", 8), ("last-block", 16), ("merge-kernel", 16)}
-    if any(device.clusters):
-        wanted |= {("cluster", 8), ("cluster", 16)}
-    assert wanted <= ways
+    merges = {"one-split", "begins-last", "merge-kernel"} | ({"cluster"} if any(device.clusters) else set())
+    assert {(merge, warps) for merge in merges for warps in (4, 8, 16)} - {("merge-kernel", 4)} <= ways
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

@@ -56,26 +56,32 @@ class Way(NamedTuple):
 WAYS = {
     "one-split": Way("one-split", 8, {"multiprocessors": 1, "capacity": 1000}),
     "one-split-wide": Way("one-split", 16, {"multiprocessors": 4, "capacity": 1000, "clusters": False}),
-    "last-block": Way("last-block", 8, {"multiprocessors": 6, "capacity": 1300, "clusters": False}),
-    "last-block-wide": Way("last-block", 16, {"multiprocessors": 132, "capacity": 1300, "clusters": False}),
+    "begins-last": Way("begins-last", 8, {"multiprocessors": 6, "capacity": 1300, "clusters": False}),
+    "begins-last-wide": Way("begins-last", 16, {"multiprocessors": 132, "capacity": 1300, "clusters": False}),
     "cluster": Way("cluster", 8, {"multiprocessors": 132, "capacity": 1000}),
-    "cluster-wide": Way("cluster", 16, {"multiprocessors": 132, "capacity": 2100}),
+    "cluster-wide": Way("cluster", 16, {"multiprocessors": 132, "capacity": 2048}),
     "merge-kernel": Way("merge-kernel", 8, {"multiprocessors": 264, "capacity": 8200, "head_size": 72}),
     "merge-kernel-wide": Way("merge-kernel", 16, {"multiprocessors": 132, "capacity": 8200}),
 }
 # Of the other sizes of a head, and of 16 query rows.
+D64, D256, ROWS_16 = {"head_size": 64}, {"head_size": 256}, {"heads": 32}
+ALONE = {"clusters": False}
 OTHER_WAYS = {
-    "last-block-wide-d64": Way(
-        "last-block", 16, {"multiprocessors": 132, "capacity": 1300, "clusters": False, "head_size": 64}
-    ),
-    "cluster-d64": Way("cluster", 8, {"multiprocessors": 132, "capacity": 1000, "head_size": 64}),
-    "cluster-wide-d64": Way("cluster", 16, {"multiprocessors": 132, "capacity": 2100, "head_size": 64}),
-    "one-split-d256": Way("one-split", 4, {"multiprocessors": 1, "capacity": 1000, "head_size": 256}),
-    "last-block-d256": Way(
-        "last-block", 4, {"multiprocessors": 132, "capacity": 1000, "clusters": False, "head_size": 256}
-    ),
-    "cluster-d256": Way("cluster", 4, {"multiprocessors": 132, "capacity": 1000, "head_size": 256}),
-    "cluster-16-rows": Way("cluster", 8, {"multiprocessors": 132, "capacity": 1000, "heads": 32}),
+    "begins-last-wide-d64": Way("begins-last", 16, {"multiprocessors": 132, "capacity": 1300} | ALONE | D64),
+    "cluster-d64": Way("cluster", 8, {"multiprocessors": 132, "capacity": 1000} | D64),
+    "cluster-wide-d64": Way("cluster", 16, {"multiprocessors": 132, "capacity": 2048} | D64),
+    "one-split-d256": Way("one-split", 4, {"multiprocessors": 1, "capacity": 1000} | D256),
+    "one-split-wide-d256": Way("one-split", 8, {"multiprocessors": 4, "capacity": 1000} | ALONE | D256),
+    "begins-last-d256": Way("begins-last", 4, {"multiprocessors": 6, "capacity": 1300} | ALONE | D256),
+    "begins-last-wide-d256": Way("begins-last", 8, {"multiprocessors": 132, "capacity": 1300} | D256),
+    "cluster-d256": Way("cluster", 4, {"multiprocessors": 132, "capacity": 1000} | D256),
+    "cluster-wide-d256": Way("cluster", 8, {"multiprocessors": 20, "capacity": 1300} | D256),
+    "merge-kernel-wide-d256": Way("merge-kernel", 8, {"multiprocessors": 264, "capacity": 8200} | D256),
+    "one-split-16-rows": Way("one-split", 8, {"multiprocessors": 4, "capacity": 1000} | ROWS_16),
+    "begins-last-16-rows": Way("begins-last", 8, {"multiprocessors": 132, "capacity": 2049} | ROWS_16),
+    "begins-last-16-rows-d64": Way("begins-last", 8, {"multiprocessors": 132, "capacity": 2049} | ROWS_16 | D64),
+    "cluster-16-rows": Way("cluster", 8, {"multiprocessors": 132, "capacity": 1000} | ROWS_16),
+    "merge-kernel-16-rows": Way("merge-kernel", 8, {"multiprocessors": 264, "capacity": 8200} | ROWS_16),
 }
 
 
@@ -143,26 +149,28 @@ class Crowd(NamedTuple):
 
 
 CROWDS = {
-    "one-split-d64": Crowd(Way("one-split", 8, {"multiprocessors": 66, "capacity": 600, "head_size": 64}), 33),
-    "one-split-wide-d64": Crowd(Way("one-split", 16, {"multiprocessors": 132, "capacity": 600, "head_size": 64}), 33),
+    "one-split-d64": Crowd(Way("one-split", 8, {"multiprocessors": 66, "capacity": 600} | D64), 33),
+    "one-split-wide-d64": Crowd(Way("one-split", 16, {"multiprocessors": 132, "capacity": 600} | D64), 33),
     "one-split-wide-d128": Crowd(Way("one-split", 16, {"multiprocessors": 132, "capacity": 600}), 33),
     "one-split-d72": Crowd(Way("one-split", 8, {"multiprocessors": 66, "capacity": 300, "head_size": 72}), 33),
-    "cluster-d256": Crowd(Way("cluster", 4, {"multiprocessors": 132, "capacity": 200, "head_size": 256}), 33),
-    "last-block-wide-d64": Crowd(
-        Way("last-block", 16, {"multiprocessors": 132, "capacity": 1300, "clusters": False, "head_size": 64}), 8
+    "cluster-d256": Crowd(Way("cluster", 4, {"multiprocessors": 132, "capacity": 200} | D256), 33),
+    "begins-last-wide-d64": Crowd(Way("begins-last", 16, {"multiprocessors": 132, "capacity": 1300} | ALONE | D64), 8),
+    "begins-last-d128": Crowd(Way("begins-last", 8, {"multiprocessors": 132, "capacity": 1300} | ALONE), 7),
+    "begins-last-d256": Crowd(Way("begins-last", 4, {"multiprocessors": 132, "capacity": 1300} | ALONE | D256), 7),
+    "begins-last-wide-d256": Crowd(Way("begins-last", 8, {"multiprocessors": 132, "capacity": 1300} | ALONE | D256), 8),
+    "begins-last-16-rows": Crowd(
+        Way("begins-last", 8, {"multiprocessors": 132, "capacity": 2400, "heads": 64} | ALONE), 3
     ),
-    "cluster-d64": Crowd(Way("cluster", 8, {"multiprocessors": 132, "capacity": 900, "head_size": 64}), 7),
+    "cluster-d64": Crowd(Way("cluster", 8, {"multiprocessors": 132, "capacity": 900} | D64), 7),
     "cluster-wide-d128": Crowd(Way("cluster", 16, {"multiprocessors": 132, "capacity": 2048}), 3),
-    "merge-kernel-wide-d64": Crowd(
-        Way("merge-kernel", 16, {"multiprocessors": 132, "capacity": 8448, "head_size": 64}), 1
-    ),
+    "merge-kernel-wide-d64": Crowd(Way("merge-kernel", 16, {"multiprocessors": 132, "capacity": 8448} | D64), 1),
 }
 
 
 def crowd_of(name: str, dtype: CacheDtype) -> tuple[KernelCase, tuple[int, ...]]:
     """The case at its late lengths, and the early ones."""
     crowd = CROWDS[name]
-    arguments = {"head_size": 128} | crowd.way.arguments
+    arguments = {"head_size": 128, "heads": 8} | crowd.way.arguments
     most = arguments["capacity"] - 9
     pairs = [
         (most, 1), (1, most), (most, 17), (most, 0), (0, most), (most, 40), (BEYOND, most), (most, BEYOND),
@@ -170,7 +178,7 @@ def crowd_of(name: str, dtype: CacheDtype) -> tuple[KernelCase, tuple[int, ...]]
     ]  # fmt: skip
     early, late = zip(*islice(cycle(pairs), crowd.entries), strict=True)
     case = KernelCase(
-        id=f"late-crowd-{name}-{dtype}", dtype=dtype, heads=8, kv_heads=4, totals=late, total=arguments["capacity"],
+        id=f"late-crowd-{name}-{dtype}", dtype=dtype, kv_heads=4, totals=late, total=arguments["capacity"],
         **arguments,
     )  # fmt: skip
     return case, early

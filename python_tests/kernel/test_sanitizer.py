@@ -20,20 +20,20 @@ from python_tests.reference.format import CacheDtype, Granularity
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sanitizer]
 
-# Padded heads of each size with and without padding, 8 and 16 decode rows. One split; few, which the last block merges,
-# or a cluster; and many, for the merge kernel. Two parts at least have tokens where there is something to merge.
+# Padded heads of each size with and without padding, 8 and 16 decode rows. One split; few, which the block that begins
+# last merges, or a cluster; and many, for the merge kernel. Two parts at least have tokens where some are merged.
 MERGES: dict[str, dict[str, Any]] = {
     "one-split": {"multiprocessors": 1},
-    "last-block": {"multiprocessors": 132, "clusters": False},
+    "begins-last": {"multiprocessors": 132, "clusters": False},
     "cluster": {"multiprocessors": 132, "window": 140},
     "merge-kernel": {"multiprocessors": 132, "capacity": 8300, "total": 8300, "totals": (300, 9), "window": 266},
 }
 # Where blocks may be wide, those that are not above, and narrow ones. Many splits are always wide there.
 OTHER_WARPS: dict[str, dict[str, Any]] = {
     "one-split-wide": {"multiprocessors": 2, "clusters": False},
-    "last-block-narrow": {"multiprocessors": 3, "clusters": False},
+    "begins-last-narrow": {"multiprocessors": 3, "clusters": False},
     "cluster-wide": {
-        "multiprocessors": 132, "capacity": 1300, "total": 1300, "totals": (300, 9), "window": 266
+        "multiprocessors": 12, "capacity": 1300, "total": 1300, "totals": (300, 9), "window": 266
     },
 }  # fmt: skip
 SMALL: dict[str, Any] = {"capacity": 300, "total": 300, "totals": (270, 9)}
@@ -45,16 +45,19 @@ DECODE = [
     for dtype in FORMATS
     for d in (24, 64, 72, 128, 136, 256)
     for s in (1, 4)
-    for name, merge in (MERGES | (OTHER_WARPS if d in (64, 128) and s == 1 else {})).items()
+    for name, merge in (MERGES | (OTHER_WARPS if d in (64, 128, 256) and s == 1 else {})).items()
 ]  # fmt: skip
+# Each merge kernel: a thread for four elements, of up to 8 splits; a block of 256 threads for a row, and one of 512.
+PREFILL_SPLITS = (3, 9, 129)
 PREFILL = [
     KernelCase(
-        id=f"sanitizer-prefill-{dtype}-d{d}-mp{mp}", dtype=dtype, head_size=d, seq=18, totals=(270, 19), capacity=300,
-        heads=4, kv_heads=1, multiprocessors=mp, rotary="interleaved", window=-1 if mp == 1 else 40, sink=True,
+        id=f"sanitizer-prefill-{dtype}-d{d}-mp{mp}-c{capacity}", dtype=dtype, head_size=d, seq=18, totals=(270, 19),
+        capacity=capacity, total=capacity, heads=4, kv_heads=1, multiprocessors=mp, rotary="interleaved",
+        window=-1 if mp == 1 else 40, sink=True,
     )
     for dtype in FORMATS
     for d in (24, 64, 72, 128, 136, 256)
-    for mp in (1, 132)
+    for mp, capacity in ((1, 300), *((132, 128 * splits - 1) for splits in PREFILL_SPLITS))
 ]  # fmt: skip
 PROMPT = [
     KernelCase(

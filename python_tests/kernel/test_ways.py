@@ -4,21 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import product
+from typing import get_args
 
 import pytest
 
 from python_tests.kernel import test_decode, test_late_lengths, test_sanitizer
 from python_tests.kernel.case import KernelCase
-from python_tests.kernel.params import GqaPlan, HostLibrary
+from python_tests.kernel.params import DECODE, GqaPlan, HostLibrary, Merge
 from python_tests.kernel.test_plan import CLUSTERS, H200, call
 from python_tests.kernel.verify import path_of
 from python_tests.reference.format import CacheDtype
 
-# With 8 rows at most; whole rows of 8 warps have too few splits for the merge kernel.
-WIDE_WAYS = {
-    ("one-split", 8), ("one-split", 16), ("last-block", 8), ("last-block", 16), ("cluster", 8), ("cluster", 16),
-    ("merge-kernel", 16),
-}  # fmt: skip
+# Each padded size with and without padding.
+HEAD_SIZES = (24, 64, 72, 128, 136, 256)
+MERGES = get_args(Merge)
+KEYS = list(product(CacheDtype, HEAD_SIZES, (8, 16)))
+
+
+def all_ways(head_size: int, rows: int) -> set[tuple[str, int]]:
+    """Who merges, and warps of a block, of units of so many rows; none: prefill."""
+    few, wide = (4, 8) if head_size > 128 else (8, 16)
+    if head_size > 128 and rows > 8:
+        return set()
+    if head_size not in (64, 128, 256) or rows > 8:
+        return set(product(MERGES, (few,)))
+    # Narrow blocks have too few splits for the merge kernel.
+    return set(product(MERGES, (few, wide))) - {("merge-kernel", few)}
 
 
 def plan_of(library: HostLibrary, case: KernelCase) -> GqaPlan:
@@ -38,30 +49,60 @@ def ways(library: HostLibrary, cases: Iterable[KernelCase]) -> set[tuple[str, in
     return {(plan.merge, plan.warps) for plan in (plan_of(library, case) for case in cases)}
 
 
-@pytest.mark.parametrize("dtype", CacheDtype)
-def test_sanitizer_visits_all(library: HostLibrary, dtype: CacheDtype) -> None:
+def of_key(cases: Iterable[KernelCase], dtype: CacheDtype, head_size: int, rows: int) -> list[KernelCase]:
+    """The cases of a format, a head size and units of 8 or 16 rows."""
+    found = [c for c in cases if (c.dtype, c.head_size) == (dtype, head_size) and not c.prompt]
+    return [c for c in found if (c.seq * c.heads // c.kv_heads > 8) == (rows > 8)]
+
+
+@pytest.mark.parametrize(("dtype", "head_size", "rows"), KEYS)
+def test_ways_of_an_h200(library: HostLibrary, dtype: CacheDtype, head_size: int, rows: int) -> None:
+    """all_ways is what whole calls on all of its multiprocessors are planned for, and nothing else."""
+    capacities = (100, 129, 700, 1024, 1025, 2048, 2049, 4096, 4097, 8193, 20_000, 131_072)
+    found = set()
+    for batch, kv_heads, group in product((1, 2, 3, 5, 7, 8, 14, 16, 33, 66, 133), (1, 2, 4, 8), (rows // 2 + 1, rows)):
+        p = call(dtype, batch=batch, kv_heads=kv_heads, group=group, head_size=head_size)
+        for p.capacity in capacities:
+            plan = library.make_plan(p, *H200, CLUSTERS)
+            if plan.path == DECODE:
+                assert plan.unit_rows == rows
+                found.add((plan.merge, plan.warps))
+    assert found == all_ways(head_size, rows)
+
+
+@pytest.mark.parametrize(("dtype", "head_size", "rows"), KEYS)
+def test_sanitizer_visits_all(library: HostLibrary, dtype: CacheDtype, head_size: int, rows: int) -> None:
     """Every instance of the decode kernel in every way it can be planned."""
-    for head_size, seq in product((24, 64, 72, 128, 136, 256), (1, 4)):
-        cases = [c for c in test_sanitizer.DECODE if (c.dtype, c.head_size, c.seq) == (dtype, head_size, seq)]
-        found = ways(library, cases)
-        if head_size > 128 and seq == 4:
-            assert all(warps == 0 for _, warps in found)
-        elif head_size in (64, 128) and seq == 1:
-            assert found == WIDE_WAYS
-        else:
-            warps = 4 if head_size > 128 else 8
-            assert found == {(way, warps) for way in ("one-split", "last-block", "cluster", "merge-kernel")}
+    cases = of_key(test_sanitizer.DECODE, dtype, head_size, rows)
+    assert cases
+    assert {way for way in ways(library, cases) if way[1] > 0} == all_ways(head_size, rows)
 
 
 @pytest.mark.parametrize("dtype", CacheDtype)
-@pytest.mark.parametrize("head_size", [64, 128])
-def test_decode_visits_all(library: HostLibrary, head_size: int, dtype: CacheDtype) -> None:
-    """Wide blocks with each group of the list, and each way to merge."""
-    cases = [c for c in test_decode.CASES if (c.dtype, c.head_size) == (dtype, head_size)]
-    assert ways(library, cases) >= WIDE_WAYS
-    for group in (1, 4, 7, 8):
-        grouped = [c for c in test_decode.WIDE if c in cases and c.heads == group * c.kv_heads]
-        assert ways(library, grouped) >= {("cluster", 16), ("last-block", 16)}
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+def test_sanitizer_visits_merge_kernels(library: HostLibrary, head_size: int, dtype: CacheDtype) -> None:
+    """Prefill of one split, of few, of what 256 threads of the merge kernel read together, and of more."""
+    cases = [c for c in test_sanitizer.PREFILL if (c.dtype, c.head_size) == (dtype, head_size)]
+    splits = sorted(plan_of(library, case).splits for case in cases)
+    together = 8 * 256 // (next(n for n in (64, 128, 256) if n >= head_size) // 4)
+    one, few, some, many = splits
+    assert one == 1 < few <= 8 < some <= together < many
+
+
+@pytest.mark.parametrize(("dtype", "head_size", "rows"), [key for key in KEYS if key[1] != 24])
+def test_decode_visits_all(library: HostLibrary, dtype: CacheDtype, head_size: int, rows: int) -> None:
+    """Every way with four or 16 query heads for a KV head, and the ways of wide blocks with each number of them."""
+    wanted = all_ways(head_size, rows)
+    cases = of_key(test_decode.WAYS, dtype, head_size, rows)
+    assert ways(library, [c for c in cases if c.heads in (4, 16)]) == wanted
+    if head_size in (64, 128, 256) and rows == 8:
+        warps = 8 if head_size == 256 else 16
+        for group in (1, 7, 8):
+            grouped = [c for c in cases if c.heads == group]
+            assert ways(library, grouped) >= {("cluster", warps), ("begins-last", warps)}
+    for case in cases:
+        plan = plan_of(library, case)
+        assert case.id.startswith(f"decode-{plan.merge}-"), case.id
 
 
 @pytest.mark.parametrize("dtype", CacheDtype)
@@ -77,3 +118,16 @@ def test_late_lengths_are_planned_as_named(library: HostLibrary, dtype: CacheDty
         assert (plan.merge, plan.warps) == (crowd.way.merge, crowd.way.warps), name
         assert len(early) == case.batch
         assert case.batch * case.kv_heads * plan.splits >= 96
+
+
+def test_late_lengths_visit_all(library: HostLibrary) -> None:
+    """Every way at some head size, with 8 and with 16 rows, and every way to merge of wide heads."""
+    found: dict[tuple[int, int], set[tuple[str, int]]] = {}
+    for way in (test_late_lengths.WAYS | test_late_lengths.OTHER_WAYS).values():
+        rows = 16 if way.arguments.get("heads") == 32 else 8
+        head_size = 256 if way.arguments.get("head_size") == 256 else 128
+        found.setdefault((head_size, rows), set()).add((way.merge, way.warps))
+    # ("merge-kernel", 8): of padded heads.
+    assert found[128, 8] == all_ways(128, 8) | {("merge-kernel", 8)}
+    assert found[256, 8] == all_ways(256, 8)
+    assert found[128, 16] == all_ways(128, 16)
