@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,8 @@ import pytest
 from python_tests.kernel import toolchain
 from python_tests.kernel.device import Device, missing, open_device
 from python_tests.kernel.params import HostLibrary
+
+TIME_LIMIT_S = 300  # of tests that end in seconds
 
 
 def pytest_report_header() -> str:
@@ -35,6 +39,24 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
         print(f"{opened.path} was built from other sources than this checkout's")
     yield opened
     opened.check(opened.handle.kvq_last_error(), "left over at the end")
+
+
+def _end_process(request: pytest.FixtureRequest) -> None:
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    if capture is not None:
+        capture.suspend_global_capture(in_=True)
+    print(f"\n{request.node.nodeid}: more than {TIME_LIMIT_S} s", file=sys.__stderr__, flush=True)
+    os._exit(3)
+
+
+@pytest.fixture
+def time_limit(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Ends the process if the test takes too long: a kernel that waits for ever holds whoever waits for it."""
+    timer = threading.Timer(TIME_LIMIT_S, _end_process, [request])
+    timer.daemon = True
+    timer.start()
+    yield
+    timer.cancel()
 
 
 @pytest.fixture(scope="session")

@@ -5,12 +5,15 @@ Blocks of 128 query rows and tiles of 64 tokens, half of both where D > 128; 32 
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from python_tests.kernel.case import KernelCase
 from python_tests.kernel.device import Device
-from python_tests.kernel.edges import FORMATS, GRANULARITIES, HALVES, HEAD_SIZES, params
+from python_tests.kernel.edges import FORMATS, GRANULARITIES, HALVES, HEAD_SIZES, SINKS, params
+from python_tests.kernel.test_values import ZERO_BYTE, rows_of, scales_of
 from python_tests.kernel.verify import verify
+from python_tests.op.gqa_case import make_past
 from python_tests.reference.format import CacheDtype, Granularity
 
 pytestmark = pytest.mark.gpu
@@ -101,7 +104,22 @@ LONG = [
     for t, w, mp in ((8191, -1, 0), (8192, 700, 0), (8192, -1, 1), (8200, -1, 5))
     for dtype in FORMATS
 ]  # fmt: skip
-CASES = LENGTHS + TOKENS + GROUPS + SIZES + WINDOWS + SCALES + FEATURES + RAGGED + LONG
+# Splits by the capacity, 128 tokens each, and sizes of a head. A thread merges four elements of up to 8 splits; a block
+# of 256 threads a row of more, and one of 512 a row of more than 32 of 256 elements.
+MERGES = {splits: (64, 72, 128, 136, 256) for splits in (2, 3, 8, 9)} | {33: (256,)}
+MERGED = [
+    KernelCase(
+        id=f"prefill-merged-{splits}-d{d}-{dtype}-{half}-{sink}", dtype=dtype, activation=half, head_size=d, seq=20,
+        heads=6, kv_heads=2, capacity=128 * splits, total=128 * splits, multiprocessors=396,
+        totals=(128 * splits, 64 * splits + 21, 20, 19, 128 * splits + 1, 150),
+        v_quant=Granularity.PER_CHANNEL if sink == "both" else Granularity.PER_TOKEN, **SINKS[sink],
+    )
+    for splits, sizes in MERGES.items()
+    for d in sizes
+    for dtype in FORMATS
+    for half, sink in zip(HALVES, ("sink", "both"), strict=True)
+]  # fmt: skip
+CASES = LENGTHS + TOKENS + GROUPS + SIZES + WINDOWS + SCALES + FEATURES + RAGGED + LONG + MERGED
 
 
 @pytest.mark.parametrize("case", params(CASES))
@@ -132,3 +150,25 @@ def test_separate_buffers(device: Device) -> None:
                 seq=20, in_place=False,
             )  # fmt: skip
             verify(case, device)
+
+
+@pytest.mark.parametrize("case", params([c for c in MERGED if c.activation == "float16"]))
+def test_rows_that_are_not_in_vectors(case: KernelCase, device: Device) -> None:
+    """Activations at two bytes off a boundary: the merged rows are written element by element."""
+    _, _, plan = verify(case, device, activation_misalign=2)
+    assert not plan.activation_vectors
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("splits", MERGES)
+def test_parts_that_are_nan(splits: int, dtype: CacheDtype, device: Device) -> None:
+    """NaN in V's scale of one token: in the entry's output, and in no other's. Entries that do not fit are NaN."""
+    for case in (c for c in MERGED if c.capacity == 128 * splits and c.dtype is dtype and c.smooth is False):
+        past, token = make_past(case), 64 * splits
+        scales_of(past, "v")[1, :, token] = np.nan
+        rows_of(past, "v")[1, :, token] = ZERO_BYTE[dtype]
+        outcome, _, plan = verify(case, device, past=past)
+        assert plan.splits == splits
+        wrong = ~np.isfinite(outcome.output)
+        assert wrong[[1, 3, 4]].all()
+        assert not wrong[[0, 2, 5]].any()

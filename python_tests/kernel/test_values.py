@@ -25,6 +25,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "burst": {"seq": 4, "totals": (150, 40)},
     "prefill": {"seq": 33, "totals": (150, 40)},
     "one-split": {"seq": 1, "totals": (150, 40), "multiprocessors": 1, "heads": 8, "kv_heads": 8},
+    "begins-last": {"seq": 1, "totals": (150, 40), "multiprocessors": 6, "clusters": False},
 }
 
 
@@ -100,7 +101,9 @@ def test_fp8_code_that_is_nan(granularity: Granularity, side: str, call: str, de
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_new_token_that_is_not_finite(dtype: CacheDtype, side: str, bad: float, device: Device) -> None:
     """Row s of a burst or chunk is bad: rows before it are masked from it and stay finite."""
-    for call, token in (("decode", 0), ("burst", 0), ("burst", 2), ("burst", 3), ("prefill", 0), ("prefill", 20)):
+    for call, token in (
+        ("decode", 0), ("begins-last", 0), ("burst", 0), ("burst", 2), ("burst", 3), ("prefill", 0), ("prefill", 20),
+    ):  # fmt: skip
         for granularity in (Granularity.PER_TOKEN, Granularity.PER_CHANNEL):
             case = case_of(
                 f"new-{dtype}-{side}-{token}-{granularity}", call, dtype=dtype, k_quant=granularity, v_quant=granularity

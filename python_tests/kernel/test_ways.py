@@ -8,7 +8,14 @@ from typing import get_args
 
 import pytest
 
-from python_tests.kernel import test_decode, test_late_lengths, test_sanitizer
+from python_tests.kernel import (
+    test_decode,
+    test_late_lengths,
+    test_merge,
+    test_prefill,
+    test_sanitizer,
+    test_values,
+)
 from python_tests.kernel.case import KernelCase
 from python_tests.kernel.params import DECODE, GqaPlan, HostLibrary, Merge
 from python_tests.kernel.test_plan import CLUSTERS, H200, call
@@ -131,3 +138,28 @@ def test_late_lengths_visit_all(library: HostLibrary) -> None:
     assert found[128, 8] == all_ways(128, 8) | {("merge-kernel", 8)}
     assert found[256, 8] == all_ways(256, 8)
     assert found[128, 16] == all_ways(128, 16)
+
+
+@pytest.mark.parametrize("dtype", CacheDtype)
+def test_merges_are_planned_as_named(library: HostLibrary, dtype: CacheDtype) -> None:
+    """test_merge.py: warps and splits of its cases, and more blocks than run at once where it says so."""
+    for name, splits, window in test_merge.VISITS:
+        plan = plan_of(library, test_merge.case_of(name, splits, dtype, window=window))
+        assert (plan.merge, plan.warps, plan.splits) == ("begins-last", test_merge.BLOCKS[name].warps, splits), name
+        assert plan.unit_rows == (16 if name.startswith("16-rows") else 8)
+        assert plan.whole_rows == ("24" not in name and "72" not in name and "136" not in name)
+        assert plan.counters == test_merge.ENTRIES
+    for name in test_merge.WAVES:
+        case = test_merge.waves_of(name, dtype)
+        plan = plan_of(library, case)
+        assert plan.merge == "begins-last"
+        blocks = case.batch * case.kv_heads * plan.splits
+        assert blocks > H200[0] * (2 if plan.unit_rows == 8 and plan.warps == 8 and case.head_size == 128 else 1)
+    case = test_values.case_of("any", "begins-last", dtype=dtype)
+    assert plan_of(library, case).merge == "begins-last"
+
+
+def test_prefill_merges_are_planned_as_named(library: HostLibrary) -> None:
+    """Each number of splits of the list."""
+    for case in test_prefill.MERGED:
+        assert 128 * plan_of(library, case).splits == case.capacity, case.id
