@@ -197,7 +197,8 @@ __device__ __forceinline__ void AppendNewRow(const GqaParams& p, int kv_head, co
     LoadStaticScales(p, to, kv_head, lane, scale);
     EncodeStaticRow<kFormat>(scale, x, code);
   }
-  if (write && lane * kElements < p.head_size) StoreCodes<kFormat>(to.codes + place.cache_row * p.row_bytes, lane, code);
+  if (!write || lane * kElements >= p.head_size) return;
+  StoreCodes<kFormat>(to.codes + place.cache_row * p.row_bytes, lane, code);
 }
 
 }  // namespace kv_cache_quant

@@ -324,7 +324,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     }
     warp.template Begin<false>(tile);
     // While the warp waits for its first tile: another one of those that have the least to do.
-    if (merged && threadIdx.x == Shape::kThreads / 2 + 32) shared.begins_last = BeginsLast(p.counters + unit, range.parts);
+    if (merged && threadIdx.x == Shape::kThreads / 2 + 32) {
+      shared.begins_last = BeginsLast(p.counters + unit, range.parts);
+    }
     warp.SetRows(shared.query.factor, shared.query.sum, sequence.past - range.begin);
     warp.Run(tile);
     AllowNextKernel();
@@ -341,8 +343,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     return;
   }
   if (!merges || !shared.begins_last) return;
-  MergeParts<Shape::kHeadSize, Shape::kThreads, Shape::kMergeReads>(p, plan.activation_vectors,
-                                                                    UnitParts<Shape::kHeadSize>(p, plan, at.unit), at.b, at.kv_head,
+  const UnitParts<Shape::kHeadSize> parts(p, plan, at.unit);
+  MergeParts<Shape::kHeadSize, Shape::kThreads, Shape::kMergeReads>(p, plan.activation_vectors, parts, at.b, at.kv_head,
                                                                     at.parts, rows);
 }
 

@@ -134,8 +134,8 @@ __device__ __forceinline__ bool BeginsLast(uint32_t* counter, int parts) {
   return last;
 }
 
-// The unit's rows of the output, of all parts. The lanes of a warp have 8 items, or 16 or 32 where that is a round less,
-// and each a share of the parts, of which it reads kReads together.
+// The unit's rows of the output, of all parts. The lanes of a warp have 8 items, or 16 or 32 where that is a round
+// less, and each a share of the parts, of which it reads kReads together.
 template <int kHeadSize, int kThreads, int kReads>
 __device__ __forceinline__ void MergeParts(const GqaParams& p, bool vectors, const UnitParts<kHeadSize>& from,
                                            int64_t b, int kv_head, int parts, int rows) {

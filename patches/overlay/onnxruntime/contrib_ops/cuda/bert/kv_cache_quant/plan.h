@@ -5,8 +5,8 @@
 //
 // The G x S query rows of one (batch entry, KV head) are row s * G + g. They are cut into units of unit_rows rows; a
 // unit's tokens are cut into `splits` parts, one block each. With one split the attention kernel writes the output.
-// Decode also merges few splits itself: as a cluster of blocks, or in the block that ends last. Else there are partial
-// results, which the merge kernel combines.
+// Decode also merges few splits itself: as a cluster of blocks, or in the block that begins last. Else there are
+// partial results, which the merge kernel combines.
 
 #pragma once
 
@@ -72,7 +72,7 @@ struct GqaPlan {
   int32_t units_per_head = 0;    // row blocks of one (batch entry, KV head)
   int32_t splits = 1;
   int32_t cluster = 1;              // blocks of a cluster, the splits of a unit; 1: no clusters
-  int32_t counters = 0;             // one for every unit whose last block merges its splits, else 0
+  int32_t counters = 0;             // one for every unit whose blocks merge its splits in memory, else 0
   bool activation_vectors = false;  // rows of Q, K, V and the output and rotary tables: 16 bytes at a time
   // Scratch, each part at a multiple of 256 bytes; 0 bytes where not needed.
   size_t prompt_key_offset = 0;
