@@ -4,11 +4,11 @@
 //
 // grid    units * splits blocks in x; unit = b * Hkv + h. A block owns one split of one unit's tokens, the new rows of
 //         the cache among them, and of the unit's output: in a cluster, which is a unit, a slice; else all of it where
-//         it is the last one of its unit to end.
-// block   8 or 16 warps, 4 for D 256. A warp owns every eighth (16th, fourth) tile of 16 tokens (32 of int4) of the
-//         split and all query rows; the warps' results are added at the end.
+//         it is the last one of its unit to begin.
+// block   8 or 16 warps, 4 or 8 for D 256. They take turns at tiles of 16 tokens (32 of int4 and with 16 rows), each
+//         for all query rows; their results are added at the end.
 // shared  dynamic, DecodeShared: query rows as operands or what the cluster sends; the warps' statistics; their tiles
-//         of V, then their accumulators: 76 KB at most.
+//         of V, then their accumulators: 91 KB at most, and 58 KB in blocks for chips before sm_80.
 // align   cache rows: 16 bytes with kWholeRows, else 8 (8-bit codes) or 4 bytes (int4).
 //
 // Both products are transposed, so that tokens and head elements fill the 16 rows of the matrix instruction and query

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "contrib_ops/cuda/bert/kv_cache_quant/row_part.cuh"
+#include "contrib_ops/cuda/bert/kv_cache_quant/shared_copy.cuh"
 
 namespace onnxruntime {
 namespace contrib {
@@ -50,10 +51,6 @@ struct ClusterSlices {
 
 namespace cluster_internal {
 
-__device__ __forceinline__ uint32_t SharedAddress(const void* variable) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(variable));
-}
-
 // The address of a block's shared variable in block `rank` of the cluster.
 __device__ __forceinline__ uint32_t AddressIn(const void* variable, int rank) {
   uint32_t at = 0;
@@ -70,7 +67,7 @@ __device__ __forceinline__ void OpenInbox(uint64_t* barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "mbarrier.init.shared::cta.b64 [%0], 1;\n"
-      "fence.mbarrier_init.release.cluster;\n" ::"r"(cluster_internal::SharedAddress(barrier))
+      "fence.mbarrier_init.release.cluster;\n" ::"r"(SharedAddress(barrier))
       : "memory");
 #endif
 }
@@ -80,7 +77,7 @@ __device__ __forceinline__ void ExpectItems(uint64_t* barrier, int count) {
 #if __CUDA_ARCH__ >= 900
   const auto bytes = static_cast<uint32_t>(count * static_cast<int>(sizeof(float4) + sizeof(float2)));
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(
-                   cluster_internal::SharedAddress(barrier)),
+                   SharedAddress(barrier)),
                "r"(bytes)
                : "memory");
 #endif
@@ -112,7 +109,7 @@ __device__ __forceinline__ void WaitForItems(uint64_t* barrier) {
       "{\n.reg .pred done;\n"
       "wait_for_items:\n"
       "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
-      "@!done bra wait_for_items;\n}\n" ::"r"(cluster_internal::SharedAddress(barrier))
+      "@!done bra wait_for_items;\n}\n" ::"r"(SharedAddress(barrier))
       : "memory");
 #endif
 }

@@ -116,10 +116,9 @@ struct UnitParts {
       // A maximum or denominator that is not finite becomes NaN here or in the product.
       const float weight = Exp2(__uint_as_float(s[i].x) - top);
       to.denominator += weight * __uint_as_float(s[i].y);
-      to.sum.x += weight * __uint_as_float(x[i].x);
-      to.sum.y += weight * __uint_as_float(x[i].y);
-      to.sum.z += weight * __uint_as_float(x[i].z);
-      to.sum.w += weight * __uint_as_float(x[i].w);
+      to.AddSum(make_float4(__uint_as_float(x[i].x), __uint_as_float(x[i].y), __uint_as_float(x[i].z),
+                            __uint_as_float(x[i].w)),
+                weight);
     }
   }
 };

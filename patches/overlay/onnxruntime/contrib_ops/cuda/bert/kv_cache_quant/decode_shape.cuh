@@ -26,6 +26,7 @@ struct DecodeShape {
   static constexpr int kRows = 8 * kRowTiles;
   static constexpr int kWarps = kBlockWarps;
   static constexpr int kThreads = 32 * kWarps;
+  static constexpr bool kBeforeSm80 = FitsBeforeSm80(kHeadSize, kWholeRows, kRows, kWarps);
   static constexpr int kMinSplitTokens = MinSplitTokens(kWarps);
   static constexpr int kTileTokens = DecodeTileTokens(kFormat, kHeadSize, kWholeRows, kRows);
   static constexpr int kTokenTiles = kTileTokens / 16;
@@ -40,22 +41,22 @@ struct DecodeShape {
   // Where a warp's tiles of V lie. In shared memory V is under way while the warp waits for K, which it cannot do in
   // registers: one wait is for all of a warp's loads. But an asynchronous copy asks L2 for each 32 bytes by themselves,
   // and 8-bit codes of 128 elements, which the memory alone limits, are slower for that many requests. Code for other
-  // architectures than sm_90 and sm_100 needs more registers and would spill them; so for the parts that a lane of the
-  // merge reads together.
+  // architectures than sm_90 and sm_100 needs more registers and would spill them; so for kLaneReads, the
+  // parts that a lane of the merge reads together.
   static constexpr bool kValueIsBetterShared = kFormat == KvFormat::kInt4 || kRowTiles > 1 || kHeadSize != 128;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
   static constexpr bool kValueInShared = true;
   static constexpr int kMinBlocks =
       kFormat == KvFormat::kFloat8E4M3FN ? 1 : DecodeBlocks(kFormat, kHeadSize, kWholeRows, kRows, kWarps);
-  static constexpr int kMergeReads = kThreads * kMinBlocks <= 256 ? 16 : 8;
+  static constexpr int kLaneReads = kThreads * kMinBlocks <= 256 ? 16 : 8;
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   static constexpr bool kValueInShared = kValueIsBetterShared || kFormat == KvFormat::kFloat8E4M3FN;
   static constexpr int kMinBlocks = DecodeBlocks(kFormat, kHeadSize, kWholeRows, kRows, kWarps);
-  static constexpr int kMergeReads = kThreads * kMinBlocks <= 256 ? 16 : 4;
+  static constexpr int kLaneReads = kThreads * kMinBlocks <= 256 ? 16 : 4;
 #else
   static constexpr bool kValueInShared = kValueIsBetterShared;
   static constexpr int kMinBlocks = DecodeBlocks(kFormat, kHeadSize, kWholeRows, kRows, kWarps);
-  static constexpr int kMergeReads = kThreads * kMinBlocks <= 256 ? 16 : 8;
+  static constexpr int kLaneReads = kThreads * kMinBlocks <= 256 ? 16 : 8;
 #endif
 
   // Byte offset in a row of word w of a lane's part: of quarter c for K, of eighth r for V.

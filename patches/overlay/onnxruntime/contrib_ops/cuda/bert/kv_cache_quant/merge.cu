@@ -105,6 +105,27 @@ __device__ __forceinline__ float WeighSplits(const GqaParams& p, const GqaPlan& 
   return sum;
 }
 
+// Output row `index`, in the grid's order, and where its partial results are.
+struct MergeRow {
+  int64_t b;
+  int head;
+  int kv_head;
+  int s;
+  int row;          // of its KV head's: s * G + g
+  int64_t partial;  // PartialRow of split 0
+
+  __device__ __forceinline__ MergeRow(const GqaParams& p, const GqaPlan& plan, int index) {
+    head = index % p.num_heads;
+    const int token = index / p.num_heads;
+    s = token % p.sequence_length;
+    b = token / p.sequence_length;
+    kv_head = head / p.group_size;
+    row = s * p.group_size + head - kv_head * p.group_size;
+    const int64_t unit = (b * p.kv_num_heads + kv_head) * plan.units_per_head + row / plan.unit_rows;
+    partial = PartialRow(plan, unit, 0, row % plan.unit_rows);
+  }
+};
+
 template <int kHeadSize, int kThreads>
 __global__ void __launch_bounds__(kThreads, 1)
     MergeKernel(const __grid_constant__ GqaParams p, const __grid_constant__ GqaPlan plan) {
@@ -113,31 +134,24 @@ __global__ void __launch_bounds__(kThreads, 1)
   static_assert(kGroups <= MergeShared<kThreads>::kMaxGroups, "weights beyond the last split");
   __shared__ MergeShared<kThreads> shared;
   const int thread = static_cast<int>(threadIdx.x);
-  const int head = static_cast<int>(blockIdx.x) % p.num_heads;
-  const int token = static_cast<int>(blockIdx.x) / p.num_heads;
-  const int s = token % p.sequence_length;
-  const int64_t b = token / p.sequence_length;
-  const int kv_head = head / p.group_size;
-  const int row = s * p.group_size + head - kv_head * p.group_size;
-  const int64_t unit = (b * p.kv_num_heads + kv_head) * plan.units_per_head + row / plan.unit_rows;
-  const int64_t partial_row = PartialRow(plan, unit, 0, row % plan.unit_rows);
-  const int64_t output = OutputRow(p, b, s, head);
+  const MergeRow at(p, plan, static_cast<int>(blockIdx.x));
+  const int64_t output = OutputRow(p, at.b, at.s, at.head);
 
   // Loads that depend on nothing first.
   const bool writes = thread < p.head_size;
-  const float scale = writes ? StaticValueScale(p, kv_head, thread) : 0.0f;
-  const float sink = SinkLog2(p, head);
-  if (!LoadSequence(p, b).valid) {
+  const float scale = writes ? StaticValueScale(p, at.kv_head, thread) : 0.0f;
+  const float sink = SinkLog2(p, at.head);
+  if (!LoadSequence(p, at.b).valid) {
     if (writes) StoreActivation(p.output, output + thread, NAN, p.activation);
     return;
   }
   WaitForPreviousKernel();
-  const float denominator = WeighSplits(p, plan, partial_row, sink, shared);
+  const float denominator = WeighSplits(p, plan, at.partial, sink, shared);
 
   const int group = thread / kGroupThreads;
   const int quad = thread % kGroupThreads;
   const int64_t stride = static_cast<int64_t>(plan.unit_rows) * kGroupThreads;  // of a split, in float4
-  const float4* numerators = reinterpret_cast<const float4*>(p.partial_out) + partial_row * kGroupThreads + quad;
+  const float4* numerators = reinterpret_cast<const float4*>(p.partial_out) + at.partial * kGroupThreads + quad;
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
   for (int round = 0; round < plan.splits; round += kGroups * kReadsInFlight) {
@@ -176,20 +190,13 @@ __global__ void __launch_bounds__(kFewMergeThreads)
   const int64_t index = static_cast<int64_t>(blockIdx.x) * (kFewMergeThreads / kRowItems) + thread / kRowItems;
   const int item = thread % kRowItems;
   if (index >= static_cast<int64_t>(p.batch_size) * p.sequence_length * p.num_heads || 4 * item >= p.head_size) return;
-  const auto token = static_cast<int>(index / p.num_heads);
-  const auto head = static_cast<int>(index - static_cast<int64_t>(token) * p.num_heads);
-  const int b = token / p.sequence_length;
-  const int kv_head = head / p.group_size;
-  const int row = (token - b * p.sequence_length) * p.group_size + head - kv_head * p.group_size;
-  if (!LoadSequence(p, b).valid) {
+  const MergeRow at(p, plan, static_cast<int>(index));
+  if (!LoadSequence(p, at.b).valid) {
     for (int i = 0; i < 4; ++i) StoreActivation(p.output, index * p.head_size + 4 * item + i, NAN, p.activation);
     return;
   }
-  const int64_t unit = (static_cast<int64_t>(b) * p.kv_num_heads + kv_head) * plan.units_per_head +
-                       row / plan.unit_rows;
-  const int64_t partial_row = PartialRow(plan, unit, 0, row % plan.unit_rows);
-  const float2* const stats = p.partial_stats + partial_row;
-  const auto* const sums = reinterpret_cast<const float4*>(p.partial_out) + partial_row * kRowItems + item;
+  const float2* const stats = p.partial_stats + at.partial;
+  const auto* const sums = reinterpret_cast<const float4*>(p.partial_out) + at.partial * kRowItems + item;
   WaitForPreviousKernel();
   RowPart part;
 #pragma unroll 1
@@ -207,7 +214,7 @@ __global__ void __launch_bounds__(kFewMergeThreads)
 #pragma unroll
     for (int i = 0; i < kFewSplits / 2; ++i) part.Add(s[i], x[i]);
   }
-  WriteRowPart(p, plan.activation_vectors, b, kv_head, row, 4 * item, part);
+  WriteRowPart(p, plan.activation_vectors, at.b, at.kv_head, at.row, 4 * item, part);
 }
 
 }  // namespace

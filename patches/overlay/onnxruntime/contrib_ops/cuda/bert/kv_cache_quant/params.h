@@ -71,7 +71,7 @@ struct GqaParams {
 
   // Scratch, laid out by MakePlan (plan.h).
   void* prompt_key = nullptr;       // (B, Hkv, S, D) in the activation type: K after rotary; prompt with rotary only
-  float* partial_out = nullptr;     // (units, splits, unit_rows, padded D): numerators, see merge.cuh
+  float* partial_out = nullptr;     // (units, splits, unit_rows, padded D): numerators, see unit.cuh
   float2* partial_stats = nullptr;  // (units, splits, unit_rows): maximum (log2 units) and denominator
 
   // (GqaPlan::counters), not of the scratch: zero before a call, and left so. Calls that use the same ones must be of

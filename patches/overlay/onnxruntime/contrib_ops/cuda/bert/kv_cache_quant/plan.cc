@@ -89,11 +89,17 @@ bool ClustersFit(int64_t units, int64_t splits, int64_t resident, const DeviceLi
   return splits > 1 && splits <= kMaxCluster && units <= device.clusters[splits] * resident;
 }
 
+// Whether the device has the shared memory that a decode block of so many warps takes.
+bool HasShared(const GqaPlan& plan, int32_t warps, const DeviceLimits& device) {
+  return device.compute_capability >= 80 ||
+         FitsBeforeSm80(plan.padded_head_size, plan.whole_rows, plan.unit_rows, warps);
+}
+
 // Warps of a decode block: many where as many multiprocessors get work so, but for what few fit into a cluster each.
 int32_t ChooseWarps(const GqaParams& p, const GqaPlan& plan, int64_t units, const DeviceLimits& device) {
   const int32_t few = DecodeWarps(plan.padded_head_size);
   if (!HasWideDecode(plan.whole_rows, plan.unit_rows) || units <= 0) return few;
-  if (device.compute_capability < 80) return few;  // it has 64 KB of shared memory
+  if (!HasShared(plan, 2 * few, device)) return few;
   const int64_t resident = DecodeBlocks(p.format, plan.padded_head_size, plan.whole_rows, plan.unit_rows, few);
   if (ClustersFit(units, DivUp(p.capacity, MinSplitTokens(few)), resident, device)) return few;
   const int64_t wide = device.multiprocessors / units * units * resident;
@@ -145,14 +151,13 @@ bool MakePlan(const GqaParams& p, const DeviceLimits& device, GqaPlan* plan, std
   x.path = p.is_prompt ? GqaPath::kPrompt : rows <= decode_rows ? GqaPath::kDecode
                                                                 : GqaPath::kPrefill;
   x.whole_rows = p.head_size == x.padded_head_size && RowsAlignedTo(p, 16);
-  // Tiles of whole rows take more than the 64 KB of shared memory that there are before sm_80.
-  if (x.path == GqaPath::kDecode && rows > 8 && device.compute_capability < 80) x.whole_rows = false;
   if (!x.whole_rows && !RowsAlignedTo(p, p.format == KvFormat::kInt4 ? 4 : 8)) {
     return Fail(error, "cache rows that are not aligned to " +
                            std::string(p.format == KvFormat::kInt4 ? "4" : "8") + " bytes");
   }
   if (x.path == GqaPath::kDecode) {
     x.unit_rows = rows <= 8 ? 8 : 16;
+    x.whole_rows = x.whole_rows && HasShared(x, DecodeWarps(x.padded_head_size), device);
   } else {
     // A single unit of few rows has scratch for no more than those.
     x.unit_rows = static_cast<int32_t>(std::clamp<int64_t>(DivUp(rows, 16) * 16, 16, PrefillRows(x.padded_head_size)));

@@ -38,6 +38,11 @@ constexpr int DecodeWarps(int padded_head_size) { return padded_head_size == 256
 // Twice as many where two blocks would fit on a multiprocessor and one is enough: half as many splits to merge.
 constexpr bool HasWideDecode(bool whole_rows, int unit_rows) { return whole_rows && unit_rows <= 8; }
 
+// Whether blocks of such units, these warps, fit into the 64 KB of shared memory that there are before sm_80.
+constexpr bool FitsBeforeSm80(int padded_head_size, bool whole_rows, int unit_rows, int warps) {
+  return warps <= DecodeWarps(padded_head_size) && !(whole_rows && unit_rows > 8);
+}
+
 // Tokens that a warp takes at a time: as many as there are registers for. Where a multiprocessor has only eight warps,
 // more are needed to keep it busy.
 constexpr int DecodeTileTokens(KvFormat format, int padded_head_size, bool whole_rows, int unit_rows) {

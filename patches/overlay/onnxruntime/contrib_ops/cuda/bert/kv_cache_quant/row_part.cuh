@@ -26,6 +26,13 @@ struct RowPart {
     sum.w *= by;
   }
 
+  __device__ __forceinline__ void AddSum(const float4& x, float by) {
+    sum.x += x.x * by;
+    sum.y += x.y * by;
+    sum.z += x.z * by;
+    sum.w += x.w * by;
+  }
+
   __device__ __forceinline__ void Add(float2 stats, const float4& x) {
     if (stats.y == 0.0f) return;
     const float top = fmaxf(maximum, stats.x);
@@ -34,10 +41,7 @@ struct RowPart {
     const float weight = Exp2(stats.x - top);
     maximum = top;
     denominator += weight * stats.y;
-    sum.x += weight * x.x;
-    sum.y += weight * x.y;
-    sum.z += weight * x.z;
-    sum.w += weight * x.w;
+    AddSum(x, weight);
   }
 
   // Adds what those lanes have whose number differs in the bits from `first`, a power of two, on. Of one maximum.
