@@ -13,6 +13,7 @@
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode_merge.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode_nan.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode_norm.cuh"
+#include "contrib_ops/cuda/bert/kv_cache_quant/decode_result.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode_shape.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/decode_tile.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/dispatch.h"

@@ -18,7 +18,7 @@ from python_tests.kernel import (
 )
 from python_tests.kernel.case import KernelCase
 from python_tests.kernel.params import DECODE, GqaPlan, HostLibrary, Merge
-from python_tests.kernel.test_plan import CLUSTERS, H200, call
+from python_tests.kernel.plan_calls import CLUSTERS, H200, call
 from python_tests.kernel.verify import path_of
 from python_tests.reference.format import CacheDtype
 
