@@ -7,7 +7,6 @@
 
 #include <cuda_runtime.h>
 
-#include "contrib_ops/cuda/bert/kv_cache_quant/kernel_launch.cuh"
 #include "contrib_ops/cuda/bert/kv_cache_quant/launch.h"
 
 namespace kvq = onnxruntime::contrib::kv_cache_quant;
