@@ -4,7 +4,7 @@
 // the sink, V's static scale.
 //
 // MergeKernel, of many splits
-// grid    one block per output row in x: (b * S + s) * H + head.
+// grid    one block per output row in x: (b * S + s) * H + head; where these are few, one for 64 elements of a row.
 // block   256 threads, or 512 where 256 could not have all reads of a row in flight together. The statistics are read
 //         first; then a group of threads reads a split's numerators, a float4 each, and the groups take every n-th
 //         split. The groups' sums are added through shared memory.
@@ -29,6 +29,8 @@ namespace {
 constexpr int kMergeSplits = kMaxSplits;
 constexpr int kFewMergeThreads = 256;
 constexpr int kFewSplits = 8;
+constexpr int kPieceElements = 64;  // of a row, where rows are few
+constexpr int kFewBlocks = 128;     // as many as all run at once
 constexpr int kManyMergeThreads = 512;
 constexpr int kReadsInFlight = 8;  // of numerators, a thread
 constexpr float kEmptySplit = -1.0f;
@@ -38,7 +40,7 @@ template <int kThreads>
 struct MergeShared {
   static constexpr int kWarps = kThreads / 32;
   static constexpr int kStatsPerThread = kThreads < kMergeSplits ? kMergeSplits / kThreads : 1;
-  static constexpr int kMaxGroups = kThreads / 16;  // D 64
+  static constexpr int kMaxGroups = kThreads / (kPieceElements / 4);
   static constexpr int kBeyond = kMaxGroups * kReadsInFlight;
   // kEmptySplit: no token, nothing to read; so are the entries beyond the splits that a round of reads may ask for.
   float weight[kMergeSplits + kBeyond];
@@ -126,59 +128,67 @@ struct MergeRow {
   }
 };
 
-template <int kHeadSize, int kThreads>
+// kElements: of a row, in a block.
+template <int kElements, int kThreads>
 __global__ void __launch_bounds__(kThreads, 1)
     MergeKernel(const __grid_constant__ GqaParams p, const __grid_constant__ GqaPlan plan) {
-  constexpr int kGroupThreads = kHeadSize / 4;
+  constexpr int kGroupThreads = kElements / 4;
   constexpr int kGroups = kThreads / kGroupThreads;
   static_assert(kGroups <= MergeShared<kThreads>::kMaxGroups, "weights beyond the last split");
   __shared__ MergeShared<kThreads> shared;
   const int thread = static_cast<int>(threadIdx.x);
-  const MergeRow at(p, plan, static_cast<int>(blockIdx.x));
-  const int64_t output = OutputRow(p, at.b, at.s, at.head);
+  const int pieces = plan.padded_head_size / kElements;  // of a row
+  const int first = static_cast<int>(blockIdx.x) % pieces * kElements;
+  const MergeRow at(p, plan, static_cast<int>(blockIdx.x) / pieces);
+  const int64_t output = OutputRow(p, at.b, at.s, at.head) + first;
 
   // Loads that depend on nothing first.
-  const bool writes = thread < p.head_size;
-  const float scale = writes ? StaticValueScale(p, at.kv_head, thread) : 0.0f;
+  const bool writes = thread < kElements && first + thread < p.head_size;
+  const float scale = writes ? StaticValueScale(p, at.kv_head, first + thread) : 0.0f;
   const float sink = SinkLog2(p, at.head);
   if (!LoadSequence(p, at.b).valid) {
     if (writes) StoreActivation(p.output, output + thread, NAN, p.activation);
     return;
   }
-  WaitForPreviousKernel();
-  const float denominator = WeighSplits(p, plan, at.partial, sink, shared);
-
   const int group = thread / kGroupThreads;
   const int quad = thread % kGroupThreads;
-  const int64_t stride = static_cast<int64_t>(plan.unit_rows) * kGroupThreads;  // of a split, in float4
-  const float4* numerators = reinterpret_cast<const float4*>(p.partial_out) + at.partial * kGroupThreads + quad;
+  const int row_items = plan.padded_head_size / 4;                          // float4 of a row
+  const int64_t stride = static_cast<int64_t>(plan.unit_rows) * row_items;  // of a split
+  const float4* const numerators =
+      reinterpret_cast<const float4*>(p.partial_out) + at.partial * row_items + first / 4 + quad;
+  const auto load = [&](int split, float4(&parts)[kReadsInFlight]) {
+#pragma unroll
+    for (int i = 0; i < kReadsInFlight; ++i, split += kGroups) {
+      parts[i] = LoadIf(split < plan.splits, numerators + split * stride);
+    }
+  };
+  WaitForPreviousKernel();
+  // On their way while the statistics are. A split without tokens has left none: what is read there is not used.
+  float4 parts[kReadsInFlight];
+  load(group, parts);
+  const float denominator = WeighSplits(p, plan, at.partial, sink, shared);
+
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
-  for (int round = 0; round < plan.splits; round += kGroups * kReadsInFlight) {
-    const float* const weight = shared.weight + round + group;
-    float4 part[kReadsInFlight];
+  for (int split = group;;) {
 #pragma unroll
-    for (int i = 0; i < kReadsInFlight; ++i) {
-      const int split = round + group + i * kGroups;
-      part[i] = LoadIf(weight[i * kGroups] != kEmptySplit, numerators + split * stride);
+    for (int i = 0; i < kReadsInFlight; ++i, split += kGroups) {
+      const float weight = shared.weight[split];
+      if (weight == kEmptySplit) continue;
+      sum.x += parts[i].x * weight;
+      sum.y += parts[i].y * weight;
+      sum.z += parts[i].z * weight;
+      sum.w += parts[i].w * weight;
     }
-    // The weights are read again behind a barrier: else the compiler waits for a read before it issues the next.
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kReadsInFlight; ++i) {
-      const float w = weight[i * kGroups];
-      sum.x += part[i].x * w;
-      sum.y += part[i].y * w;
-      sum.z += part[i].z * w;
-      sum.w += part[i].w * w;
-    }
+    if (split >= plan.splits) break;
+    load(split, parts);
   }
   reinterpret_cast<float4*>(shared.sums)[thread] = sum;
   __syncthreads();
   if (!writes) return;
   float total = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kGroups; ++i) total += shared.sums[i * kHeadSize + thread];
+  for (int i = 0; i < kGroups; ++i) total += shared.sums[i * kElements + thread];
   StoreActivation(p.output, output + thread, total / denominator * scale, p.activation);
 }
 
@@ -217,6 +227,14 @@ __global__ void __launch_bounds__(kFewMergeThreads)
   WriteRowPart(p, plan.activation_vectors, at.b, at.kv_head, at.row, 4 * item, part);
 }
 
+template <int kElements>
+cudaError_t LaunchMany(const GqaParams& p, const GqaPlan& plan, int64_t blocks, cudaStream_t stream) {
+  if (plan.splits <= kFewMergeThreads / (kElements / 4) * kReadsInFlight) {
+    return LaunchOverlapping(MergeKernel<kElements, kFewMergeThreads>, blocks, 1, kFewMergeThreads, 0, stream, p, plan);
+  }
+  return LaunchOverlapping(MergeKernel<kElements, kManyMergeThreads>, blocks, 1, kManyMergeThreads, 0, stream, p, plan);
+}
+
 }  // namespace
 
 cudaError_t LaunchMerge(const GqaParams& p, const GqaPlan& plan, cudaStream_t stream) {
@@ -230,12 +248,11 @@ cudaError_t LaunchMerge(const GqaParams& p, const GqaPlan& plan, cudaStream_t st
       return LaunchOverlapping(MergeFewKernel<kHeadSize>, (blocks + kRows - 1) / kRows, 1, kFewMergeThreads, 0, stream,
                                p, plan);
     }
-    if (plan.splits <= kFewMergeThreads / (kHeadSize / 4) * kReadsInFlight) {
-      return LaunchOverlapping(MergeKernel<kHeadSize, kFewMergeThreads>, blocks, 1, kFewMergeThreads, 0, stream, p,
-                               plan);
+    // A multiprocessor takes longer to read a row's parts than to be given them.
+    if (kHeadSize > kPieceElements && blocks * (kHeadSize / kPieceElements) <= kFewBlocks) {
+      return LaunchMany<kPieceElements>(p, plan, blocks * (kHeadSize / kPieceElements), stream);
     }
-    return LaunchOverlapping(MergeKernel<kHeadSize, kManyMergeThreads>, blocks, 1, kManyMergeThreads, 0, stream, p,
-                             plan);
+    return LaunchMany<kHeadSize>(p, plan, blocks, stream);
   });
 }
 
