@@ -12,6 +12,7 @@ from python_tests.kernel import (
     test_decode,
     test_late_lengths,
     test_merge,
+    test_merge_kernel,
     test_prefill,
     test_sanitizer,
     test_values,
@@ -163,3 +164,14 @@ def test_prefill_merges_are_planned_as_named(library: HostLibrary) -> None:
     """Each number of splits of the list."""
     for case in test_prefill.MERGED:
         assert 128 * plan_of(library, case).splits == case.capacity, case.id
+
+
+@pytest.mark.parametrize("dtype", CacheDtype)
+def test_merge_kernels_are_planned_as_named(library: HostLibrary, dtype: CacheDtype) -> None:
+    """test_merge_kernel.py: its splits, and rows that are few for merge.cu, or are not."""
+    for d, splits, whole in test_merge_kernel.VISITS:
+        case = test_merge_kernel.case_of(d, splits, dtype, whole=whole)
+        plan = plan_of(library, case)
+        assert (plan.merge, plan.splits) == ("merge-kernel", splits), case.id
+        pieces = plan.padded_head_size // 64
+        assert (case.batch * case.seq * case.heads * pieces > 128) == whole, case.id

@@ -4,7 +4,7 @@
 //
 // grid    units * splits blocks in x; unit = b * Hkv + h. A block owns one split of one unit's tokens, the new rows of
 //         the cache among them, and of the unit's output: in a cluster, which is a unit, a slice; else all of it where
-//         it is the last one of its unit to begin.
+//         it is the last one of its unit to begin. With 16 rows half is left to the first one that is through.
 // block   8 or 16 warps, 4 or 8 for D 256. They take turns at tiles of 16 tokens (32 of int4 and with 16 rows), each
 //         for all query rows; their results are added at the end.
 // shared  dynamic, DecodeShared: query rows as operands or what the cluster sends; the warps' statistics; their tiles

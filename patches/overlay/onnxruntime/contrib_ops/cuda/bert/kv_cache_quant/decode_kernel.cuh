@@ -159,15 +159,21 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     warp.template Begin<false>(tile);
     // While the warp waits for its first tile: another one of those that have the least to do.
     if (merged && threadIdx.x == Shape::kThreads / 2 + 32) {
-      shared.begins_last = BeginsLast(p.counters + unit, range.parts);
+      shared.merges = CountBegun<Shape::kMergeBlocks>(p.counters + unit, range.parts);
     }
     warp.SetRows(shared.query.factor, shared.query.sum, sequence.past - range.begin);
     warp.Run(tile);
     AllowNextKernel();
     const DecodeResult result = shared.place.result;
     if (kHasClusters && result == DecodeResult::kCluster) ArriveInCluster();
+    // Before the results are written, which takes as long as the answer.
+    const bool counts = Shape::kMergeBlocks > 1 && merges && result == DecodeResult::kPartial &&
+                        threadIdx.x == Shape::kThreads / 2 + 32 && shared.merges == MergeRows::kNone;
+    MergeRows half = MergeRows::kNone;
+    if (counts) half = CountThrough(p.counters + shared.place.unit, shared.place.parts);
     WriteRows(p, plan, warp, shared, rows, result);
     if (result == DecodeResult::kOutput) return;
+    if (counts) shared.merges = half;
     break;
   }
   const auto at = shared.place;
@@ -176,10 +182,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
                        shared.inbox, &shared.inbox_barrier);
     return;
   }
-  if (!merges || !shared.begins_last) return;
+  if (!merges) return;
+  if (Shape::kMergeBlocks > 1) __syncthreads();
+  if (shared.merges == MergeRows::kNone) return;
   const UnitParts<Shape::kHeadSize> parts(p, plan, at.unit);
-  MergeParts<Shape::kHeadSize, Shape::kThreads, Shape::kLaneReads>(p, plan.activation_vectors, parts, at.b, at.kv_head,
-                                                                   at.parts, rows);
+  const MergeRows which = Shape::kMergeBlocks > 1 ? shared.merges : MergeRows::kAll;
+  MergeParts<Shape::kHeadSize, Shape::kThreads, Shape::kLaneReads, Shape::kMergeBlocks>(
+      p, plan.activation_vectors, parts, at.b, at.kv_head, at.parts, rows, which);
 }
 
 // One block for every split of every unit.

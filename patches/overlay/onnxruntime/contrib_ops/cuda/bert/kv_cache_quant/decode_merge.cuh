@@ -1,11 +1,12 @@
 // Copyright (c) the kv-quant patch set authors. Licensed under the MIT License.
 //
-// The merge of a unit's splits by one of its blocks, in place of a launch: merge.cu says what is computed.
+// The merge of a unit's splits by one or two of its blocks, in place of a launch: merge.cu says what is computed.
 //
 // A block clears its part of the scratch, says that it has begun, and writes the part when it is through. The one that
-// begins last merges: all the others run by then, so it waits for them without holding any of them up. What it waits
-// for is the parts themselves, each word of which is kNotWritten until it is there: no fence and no count lie between
-// the last part and its reader.
+// begins last merges: all the others run by then, so it waits for them without holding any of them up. With 16 rows it
+// leaves half of them to the first block that is through, unless that was before all had begun: such a block does not
+// wait. What is waited for is the parts themselves, each word of which is kNotWritten until it is there: no fence and
+// no count lie between the last part and its reader.
 
 #pragma once
 
@@ -123,36 +124,63 @@ struct UnitParts {
   }
 };
 
-// Says that a block of a unit of `parts` blocks has begun and has cleared its part, behind a barrier; true for the last
-// one. The counter is zero again afterwards. By one thread.
-__device__ __forceinline__ bool BeginsLast(uint32_t* counter, int parts) {
+// The rows of a unit that a block merges.
+enum class MergeRows : uint8_t { kNone,
+                                 kAll,
+                                 kLowerHalf,
+                                 kUpperHalf };
+
+// What a unit's counter counts a block as that is through: above those that have begun.
+constexpr uint32_t kThrough = 0x10000;
+
+// Counts a block of a unit of `parts` blocks, whose part is cleared, behind a barrier, as begun. By one thread. The
+// counter is zero again when all have begun and, with two blocks that merge, all but the last one of them are through.
+template <int kMergeBlocks>
+__device__ __forceinline__ MergeRows CountBegun(uint32_t* counter, int parts) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;\n" : "=r"(before) : "l"(counter) : "memory");
-  const bool last = before + 1 == static_cast<uint32_t>(parts);
-  if (last) *counter = 0;
-  return last;
+  const uint32_t through = kMergeBlocks > 1 ? before / kThrough : 0;
+  const bool last = before - through * kThrough + 1 == static_cast<uint32_t>(parts);
+  if (last && (kMergeBlocks == 1 || through + 1 == static_cast<uint32_t>(parts))) *counter = 0;
+  if (!last) return MergeRows::kNone;
+  return kMergeBlocks == 1 || through > 0 ? MergeRows::kAll : MergeRows::kLowerHalf;
 }
 
-// The unit's rows of the output, of all parts. The lanes of a warp have 8 items, or 16 or 32 where that is a round
-// less, and each a share of the parts, of which it reads kReads together.
-template <int kHeadSize, int kThreads, int kReads>
+// Counts a block that did not begin last as through. By one thread.
+__device__ __forceinline__ MergeRows CountThrough(uint32_t* counter, int parts) {
+  uint32_t before;
+  asm volatile("atom.acquire.gpu.global.add.u32 %0, [%1], %2;\n"
+               : "=r"(before)
+               : "l"(counter), "n"(kThrough)
+               : "memory");
+  const uint32_t through = before / kThrough;
+  if (before % kThrough != static_cast<uint32_t>(parts)) return MergeRows::kNone;
+  if (through + 2 == static_cast<uint32_t>(parts)) *counter = 0;
+  return through == 0 ? MergeRows::kUpperHalf : MergeRows::kNone;
+}
+
+// Those of the unit's `rows` of the output, of all parts. The lanes of a warp have 8 items, or 16 or 32 where that is a
+// round less, and each a share of the parts, of which it reads kReads together: the same ones whoever merges a row.
+template <int kHeadSize, int kThreads, int kReads, int kMergeBlocks>
 __device__ __forceinline__ void MergeParts(const GqaParams& p, bool vectors, const UnitParts<kHeadSize>& from,
-                                           int64_t b, int kv_head, int parts, int rows) {
+                                           int64_t b, int kv_head, int parts, int rows, MergeRows which) {
   constexpr int kRowItems = UnitParts<kHeadSize>::kRowItems;
   constexpr int kWarps = kThreads / 32;
   constexpr int kWarpBits = kWarps == 16 ? 4 : kWarps == 8 ? 3
                                                            : 2;
   static_assert(kWarps == 1 << kWarpBits, "warps are a power of two");
-  const int items = rows * kRowItems;
-  const int bits = min(max(CeilLog2(items) - kWarpBits, 3), 5);
+  const int begin_item = which == MergeRows::kUpperHalf ? (rows + 1) / 2 * kRowItems : 0;
+  const int end_item = (which == MergeRows::kLowerHalf ? (rows + 1) / 2 : rows) * kRowItems;
+  const int bits = min(max(CeilLog2((rows + kMergeBlocks - 1) / kMergeBlocks * kRowItems) - kWarpBits, 3), 5);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int share = lane >> bits;
   const int step = 32 >> bits;
 #pragma unroll 1
-  for (int first = static_cast<int>(threadIdx.x) / 32 << bits; first < items; first += kWarps << bits) {
+  for (int first = begin_item + (static_cast<int>(threadIdx.x) / 32 << bits); first < end_item;
+       first += kWarps << bits) {
     const int item = first + (lane & ((1 << bits) - 1));
     RowPart part;
-    if (item < items) {
+    if (item < end_item) {
       if (kReads > 4 && parts <= 4 * step) {
         from.template Add<4>(item, share, step, parts, part);
       } else {
@@ -163,7 +191,7 @@ __device__ __forceinline__ void MergeParts(const GqaParams& p, bool vectors, con
       }
     }
     part.AddLanes(1 << bits);
-    if (item < items && share == 0) {
+    if (item < end_item && share == 0) {
       WriteRowPart(p, vectors, b, kv_head, item / kRowItems, item % kRowItems * 4, part);
     }
   }

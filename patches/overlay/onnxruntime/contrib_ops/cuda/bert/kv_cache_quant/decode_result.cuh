@@ -41,7 +41,7 @@ struct DecodeShared {
   uint64_t inbox_barrier;
   int32_t guess;     // the entry's seqlens_k before the wait for the kernel before
   int32_t last;      // and after it
-  bool begins_last;  // the block merges the unit's splits
+  MergeRows merges;  // which of the unit's the block merges
   // What is needed again after the attention, which has no registers left for it.
   struct Place {
     uint32_t unit;
