@@ -1,5 +1,7 @@
 """Decode's merge through memory: the block of a unit that begins last waits for the words of all parts and adds them.
 
+With 16 rows the first block that is through does half of them, but for one that is so before all have begun.
+
 The block that will write a part clears it, so that nothing depends on what the scratch held; a part with a NaN has been
 written as any other. A block that waits for ever ends the run: conftest.py's time_limit.
 """
@@ -215,7 +217,9 @@ def test_parts_that_are_nan(name: str, kind: str, dtype: CacheDtype, device: Dev
 WAVES: dict[str, dict[str, Any]] = {
     "wide-d256": {"head_size": 256, "kv_heads": 8, "heads": 16, "capacity": 1025, "entries": 7},
     "narrow-d128": {"head_size": 128, "kv_heads": 8, "heads": 16, "capacity": 1000, "entries": 17},
+    "16-rows-d64": {"head_size": 64, "kv_heads": 8, "heads": 128, "capacity": 1000, "entries": 9},
     "16-rows-d128": {"head_size": 128, "kv_heads": 8, "heads": 128, "capacity": 1000, "entries": 9},
+    "9-rows-d128": {"head_size": 128, "kv_heads": 8, "heads": 72, "capacity": 1000, "entries": 9},
 }
 
 
@@ -239,6 +243,25 @@ def test_more_blocks_than_run_at_once(name: str, dtype: CacheDtype, device: Devi
     assert plan.merge == "begins-last"
     for _ in range(REPEATS):
         same(outcome, verify(case, device)[0])
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("name", WAVES)
+def test_whoever_merges(name: str, dtype: CacheDtype, device: Device) -> None:
+    """Equal entries have equal bits, though blocks of some have all begun before one is through and of others not."""
+    case = waves_of(name, dtype)
+    capacity = case.capacity
+    case = replace(case, id=f"{case.id}-equal", totals=(capacity - 7,) * case.batch)
+    inputs, past = make_inputs(case), make_past(case)
+    copied = [inputs.query, inputs.key, inputs.value]
+    copied += [of(past, side) for of in (rows_of, scales_of) for side in ("k", "v")]
+    for array in copied:
+        assert array is not None
+        array[1:] = array[:1]
+    outcome, _, plan = verify(case, device, inputs=inputs, past=past)
+    assert plan.merge == "begins-last"
+    bits = outcome.output.view(np.uint16)
+    assert (bits == bits[:1]).all()
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
