@@ -5,9 +5,9 @@
 //
 // MergeKernel, of many splits
 // grid    one block per output row in x: (b * S + s) * H + head; where these are few, one for 64 elements of a row.
-// block   256 threads, or 512 where 256 could not have all reads of a row in flight together. The statistics are read
-//         first; then a group of threads reads a split's numerators, a float4 each, and the groups take every n-th
-//         split. The groups' sums are added through shared memory.
+// block   256 threads, or 512 where 256 could not have all its reads in flight together. A group of threads reads a
+//         split's numerators, a float4 each, and the groups take every n-th split; the first of them are on their way
+//         while the statistics are. The groups' sums are added through shared memory.
 // shared  7 KB, or 12 KB.
 //
 // MergeFewKernel, of up to eight
@@ -46,7 +46,7 @@ struct MergeShared {
   float weight[kMergeSplits + kBeyond];
   float maximum[kWarps];
   float denominator[kWarps];
-  float sums[kThreads * 4];  // (groups, kHeadSize)
+  float sums[kThreads * 4];  // (groups, kElements)
 };
 
 // 16 bytes at `address`, or zeros without a read: a predicate, where a branch would keep a thread's reads apart.

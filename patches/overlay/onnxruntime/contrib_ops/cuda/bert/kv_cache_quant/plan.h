@@ -28,7 +28,7 @@ constexpr int kDecodeRows = 16;  // half as many where heads are padded to 256 e
 // Query rows of a unit of the prefill kernel at most: its accumulators are registers.
 constexpr int PrefillRows(int padded_head_size) { return padded_head_size == 256 ? 64 : 128; }
 constexpr int kMaxSplits = 512;
-constexpr int kMaxMergeSplits = 32;  // that one block merges: more take the merge kernel, a block for every row
+constexpr int kMaxMergeSplits = 32;  // that decode merges in memory; more take the merge kernel
 constexpr int kMergeReads = 16;      // parts of a row that a block reads together, of up to four rows
 constexpr int kMaxCluster = 8;       // blocks: what every chip with clusters takes
 
