@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from python_tests.kernel.call import WORKSPACE_POISON, Call
+from python_tests.kernel.call import WORKSPACE_POISON, Call, Outcome
 from python_tests.kernel.case import KernelCase
 from python_tests.kernel.device import Device
 from python_tests.kernel.edges import FORMATS
@@ -25,7 +25,7 @@ from python_tests.kernel.verify import judge, verify
 from python_tests.kernel.yardstick import expected_of
 from python_tests.op.gqa_case import make_inputs, make_past
 from python_tests.reference.format import U8, CacheDtype, Granularity
-from python_tests.reference.step import Cache, Inputs
+from python_tests.reference.step import Cache, Expected, Inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("time_limit")]
 
@@ -106,30 +106,35 @@ def scratch_of(case: KernelCase, size: int) -> dict[str, U8]:
     }
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize(("name", "splits", "window"), VISITS)
-def test_scratch_of_any_contents(name: str, splits: int, window: bool, dtype: CacheDtype, device: Device) -> None:
-    """Right for entries of all numbers of parts; equal bits whatever the scratch held: the last call's parts too."""
-    case = case_of(name, splits, dtype, window=window)
-    inputs, past = make_inputs(case), make_past(case)
-    outcomes = []
-    with Call(device, case, inputs, past) as call:
-        check_plan(call, name, splits)
-        poison = call.buffers["output"].read()[0]
-        for contents in scratch_of(case, call.plan.workspace_bytes).values():
-            for _ in range(REPEATS):
-                call.buffers["workspace"].write(contents)
-                for _ in ("those contents", "what the call before left"):
-                    call.buffers["output"].write(poison)
-                    call.launch()
-                    outcomes.append(call.outcome())
-    expected = expected_of(case, inputs, past)
-    judge(case, outcomes[0], expected, past)
-    assert expected.valid.tolist() == [True] * 6 + [False] * 2
-    assert np.isnan(outcomes[0].output[~expected.valid]).all()
+def judge_any_scratch(call: Call, inputs: Inputs, past: Cache, repeats: int) -> tuple[Outcome, Expected]:
+    """Right, and equal bits whatever the scratch held: scratch_of's contents, and what the call before left."""
+    outcomes, poison = [], call.buffers["output"].read()[0]
+    for contents in scratch_of(call.case, call.plan.workspace_bytes).values():
+        for _ in range(repeats):
+            call.buffers["workspace"].write(contents)
+            for _ in ("those contents", "what the call before left"):
+                call.buffers["output"].write(poison)
+                call.launch()
+                outcomes.append(call.outcome())
+    expected = expected_of(call.case, inputs, past)
+    judge(call.case, outcomes[0], expected, past)
     for other in outcomes[1:]:
         assert not other.stray
         same(outcomes[0], other)
+    return outcomes[0], expected
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize(("name", "splits", "window"), VISITS)
+def test_scratch_of_any_contents(name: str, splits: int, window: bool, dtype: CacheDtype, device: Device) -> None:
+    """Entries of all numbers of parts; of those that do not fit the output is NaN."""
+    case = case_of(name, splits, dtype, window=window)
+    inputs, past = make_inputs(case), make_past(case)
+    with Call(device, case, inputs, past) as call:
+        check_plan(call, name, splits)
+        outcome, expected = judge_any_scratch(call, inputs, past, REPEATS)
+    assert expected.valid.tolist() == [True] * 6 + [False] * 2
+    assert np.isnan(outcome.output[~expected.valid]).all()
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

@@ -11,14 +11,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from python_tests.kernel.call import WORKSPACE_POISON, Call
+from python_tests.kernel.call import Call
 from python_tests.kernel.case import KernelCase
 from python_tests.kernel.device import Device
 from python_tests.kernel.edges import FORMATS, HALVES
-from python_tests.kernel.test_repeat import same
+from python_tests.kernel.test_merge import judge_any_scratch
 from python_tests.kernel.test_values import ZERO_BYTE, rows_of, scales_of
-from python_tests.kernel.verify import judge, verify
-from python_tests.kernel.yardstick import expected_of
+from python_tests.kernel.verify import verify
 from python_tests.op.gqa_case import make_inputs, make_past
 from python_tests.reference.format import CacheDtype, Granularity
 
@@ -31,11 +30,11 @@ WHOLE_SPLITS = (33, 65)
 HEAD_SIZES = (64, 72, 128, 136, 256)
 VISITS = [(d, splits, False) for d in HEAD_SIZES for splits in SPLITS]
 VISITS += [(d, splits, True) for d in HEAD_SIZES if d > 64 for splits in WHOLE_SPLITS]
-ALL, LAST, FIRST = range(3)
+LAST_OF_ONE = 1  # the entry of case_of whose last split has one token
 
 
 def case_of(d: int, splits: int, dtype: CacheDtype, *, whole: bool = False) -> KernelCase:
-    """As many splits as the capacity has. Entries: all of them; the last, of a token; the first; one does not fit.
+    """As many splits as the capacity has. Entries: all are full; the last has one token; only the first; too long.
 
     whole: so many rows that each has one block of the merge kernel.
     """
@@ -53,23 +52,13 @@ def case_of(d: int, splits: int, dtype: CacheDtype, *, whole: bool = False) -> K
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize(("d", "splits", "whole"), VISITS)
-def test_parts_of_any_scratch(d: int, splits: int, whole: bool, dtype: CacheDtype, device: Device) -> None:
-    """Right, and equal bits whatever the scratch holds of the splits without tokens: NaN, numbers, the last call's."""
+def test_scratch_of_any_contents(d: int, splits: int, whole: bool, dtype: CacheDtype, device: Device) -> None:
+    """What the scratch holds of splits without tokens is read and not used."""
     case = case_of(d, splits, dtype, whole=whole)
     inputs, past = make_inputs(case), make_past(case)
-    outcomes = []
     with Call(device, case, inputs, past) as call:
         assert call.plan.merge == "merge-kernel"
-        numbers = np.full(call.plan.workspace_bytes // 4, 1e4, np.float32).view(np.uint8)
-        for contents in (np.full(call.plan.workspace_bytes, WORKSPACE_POISON, np.uint8), numbers, None):
-            if contents is not None:
-                call.buffers["workspace"].write(contents)
-            call.launch()
-            outcomes.append(call.outcome())
-    judge(case, outcomes[0], expected_of(case, inputs, past), past)
-    for other in outcomes[1:]:
-        assert not other.stray
-        same(outcomes[0], other)
+        judge_any_scratch(call, inputs, past, 1)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -79,9 +68,9 @@ def test_parts_that_are_nan(d: int, splits: int, whole: bool, dtype: CacheDtype,
     case = case_of(d, splits, dtype, whole=whole)
     case = replace(case, id=f"{case.id}-nan", v_quant=Granularity.PER_TOKEN)
     past, token = make_past(case), case.capacity // splits * (splits - 1) - 1
-    scales_of(past, "v")[LAST, :, token] = np.nan
-    rows_of(past, "v")[LAST, :, token] = ZERO_BYTE[dtype]
+    scales_of(past, "v")[LAST_OF_ONE, :, token] = np.nan
+    rows_of(past, "v")[LAST_OF_ONE, :, token] = ZERO_BYTE[dtype]
     outcome, expected, _ = verify(case, device, past=past)
     wrong = ~np.isfinite(outcome.output)
-    assert wrong[LAST].all()
-    assert not np.delete(wrong, LAST, axis=0)[np.delete(expected.valid, LAST)].any()
+    assert wrong[LAST_OF_ONE].all()
+    assert not np.delete(wrong, LAST_OF_ONE, axis=0)[np.delete(expected.valid, LAST_OF_ONE)].any()

@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kMinBlocks)
     return;
   }
   if (!merges) return;
-  if (Shape::kMergeBlocks > 1) __syncthreads();
+  if (Shape::kMergeBlocks > 1) __syncthreads();  // shared.merges of this block
   if (shared.merges == MergeRows::kNone) return;
   const UnitParts<Shape::kHeadSize> parts(p, plan, at.unit);
   const MergeRows which = Shape::kMergeBlocks > 1 ? shared.merges : MergeRows::kAll;

@@ -38,7 +38,7 @@ struct DecodeShape {
   static constexpr int kValueVector = kValueWords < 4 ? kValueWords : 4;
   static constexpr int kPieceWords = kFormat == KvFormat::kInt4 ? 1 : 2;
   static constexpr int kElementTiles = kHeadSize / 16;
-  static constexpr int kMergeBlocks = kRowTiles;  // of a unit; one would read the parts of 16 rows in two rounds
+  static constexpr int kMergeBlocks = kRowTiles;  // of a unit; one would read 16 rows of 128 elements in two rounds
   // Where a warp's tiles of V lie. In shared memory V is under way while the warp waits for K, which it cannot do in
   // registers: one wait is for all of a warp's loads. But an asynchronous copy asks L2 for each 32 bytes by themselves,
   // and 8-bit codes of 128 elements, which the memory alone limits, are slower for that many requests. Code for other

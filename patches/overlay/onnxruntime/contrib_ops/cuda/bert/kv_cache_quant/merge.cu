@@ -30,7 +30,7 @@ constexpr int kMergeSplits = kMaxSplits;
 constexpr int kFewMergeThreads = 256;
 constexpr int kFewSplits = 8;
 constexpr int kPieceElements = 64;  // of a row, where rows are few
-constexpr int kFewBlocks = 128;     // as many as all run at once
+constexpr int kFewBlocks = 128;     // as many as an H200 runs at once
 constexpr int kManyMergeThreads = 512;
 constexpr int kReadsInFlight = 8;  // of numerators, a thread
 constexpr float kEmptySplit = -1.0f;
@@ -248,7 +248,7 @@ cudaError_t LaunchMerge(const GqaParams& p, const GqaPlan& plan, cudaStream_t st
       return LaunchOverlapping(MergeFewKernel<kHeadSize>, (blocks + kRows - 1) / kRows, 1, kFewMergeThreads, 0, stream,
                                p, plan);
     }
-    // A multiprocessor takes longer to read a row's parts than to be given them.
+    // Few rows leave most multiprocessors idle, and one takes long to read all parts of a row.
     if (kHeadSize > kPieceElements && blocks * (kHeadSize / kPieceElements) <= kFewBlocks) {
       return LaunchMany<kPieceElements>(p, plan, blocks * (kHeadSize / kPieceElements), stream);
     }
